@@ -1,0 +1,187 @@
+"""The configuration: every field with its default, its meaning and its bounds.
+
+A file in configs/ starts from `default()` and changes what its task needs. Both ends of the link read
+the same file; each field has one reader. Units are in the names.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import config_dict
+
+from longhaul.errors import ConfigError
+
+AUTORESET_MODES = ("next_step", "same_step", "disabled")
+NETWORKS = ("auto", "mlp", "nature")
+
+
+def default() -> config_dict.ConfigDict:
+    """Returns the defaults; a task's file changes copies of them."""
+    return config_dict.create(
+        seed=1,
+        env=dict(
+            id="CartPole-v1",  # any gymnasium id, or "module:Id" to import the module that registers it
+            kwargs=config_dict.ConfigDict(),  # passed to gymnasium.make
+            num_envs=4,  # environment streams per actor process
+            vectorization="sync",  # "sync": in the actor's process; "async": one process each
+            autoreset_mode="next_step",  # gymnasium's three modes
+            max_episode_steps=0,  # cap on an episode's steps (truncation); 0 keeps the environment's own
+            stack=1,  # rows per observation
+            atari=dict(
+                preprocess=False,  # the standard ALE preprocessing below
+                frame_skip=4,  # frames per action; max over the last two
+                screen_size=84,  # pixels, grey
+                noop_max=30,  # no-op actions at an episode's start, at most
+                episodic_life=False,  # a lost life ends the episode for learning
+                clip_rewards=True,  # to their sign; never in evaluation
+            ),
+        ),
+        actor=dict(
+            num_actors=2,  # actor processes at the site: the epsilon ladder's length is num_actors * num_envs
+            epsilon=0.4,  # base of the ladder epsilon^(1 + i*alpha/(N-1)) (Horgan et al. 2018)
+            epsilon_alpha=7.0,
+            max_pending_items=256,  # transitions written and not yet confirmed, per actor
+            write_timeout_s=5.0,  # how long a full pipe may hold an actor before transitions are dropped
+            max_env_failures=5,  # consecutive failures of an environment before the actor gives up
+        ),
+        agent=dict(
+            n_step=3,
+            gamma=0.99,  # discount per step
+            network="auto",  # "mlp" for vectors, "nature" for images, "auto" chooses by the row's rank
+            hidden=(256, 256),  # widths of the MLP's hidden layers; the Nature CNN's dense layer takes the last
+            dueling=True,
+            double=True,
+            huber_delta=1.0,  # 0: squared error
+        ),
+        replay=dict(
+            capacity=100_000,  # transitions
+            min_size=1_000,  # transitions before the first sample
+            priority_exponent=0.6,  # alpha
+            priority_epsilon=1e-3,  # added to |TD error|
+            beta_start=0.4,  # importance-weight exponent at the first update
+            beta_end=1.0,
+            beta_updates=100_000,  # updates over which beta goes from start to end
+            samples_per_insert=8.0,  # samples the learner may draw per transition inserted; 0: no limit
+            error_buffer=0.1,  # how far either side may run ahead, as a share of min_size (in inserts)
+        ),
+        learner=dict(
+            batch_size=64,  # transitions per update, B
+            minibatches_per_pull=1,  # updates per batch pulled over the link, K
+            learning_rate=1e-3,
+            adam_epsilon=1e-8,
+            max_grad_norm=10.0,  # global norm; 0: no clipping
+            target_period_updates=200,  # copy of the online network; ignored when target_tau is set
+            target_tau=0.0,  # Polyak step per update; 0: periodic copies
+            max_updates=50_000,  # the run ends then
+            publish_period_updates=100,  # between publications of weights
+            cache_bytes=256 * 2**20,  # device memory for cached rows
+            checkpoint_period_s=60.0,
+            keep_checkpoints=3,
+        ),
+        link=dict(
+            max_window=64,  # batches in flight at most; the window itself is tuned
+            row_level=0,  # zstd level for rows; 0: chosen by measured CPU and link
+            weights_dtype="bfloat16",  # or "float32"
+            weights_budget_bytes_per_s=0.0,  # stretches the publishing period; 0: no budget
+        ),
+        evaluation=dict(
+            episodes=20,
+            seed=10_000,  # episode e is seeded with seed + e
+            max_steps=27_000,  # per episode; a longer one is cut and reported as capped
+            period_s=5.0,  # between evaluations while a run goes on
+            target_return=math.inf,  # mean return that ends a run as solved
+        ),
+        metrics=dict(
+            period_s=1.0,  # between lines of metrics/<role>.jsonl
+            tensorboard=True,
+        ),
+    )
+
+
+def _positive(x: Any) -> bool:
+    return x > 0
+
+
+def _not_negative(x: Any) -> bool:
+    return x >= 0
+
+
+def _unit(x: Any) -> bool:
+    return 0 <= x <= 1
+
+
+def _one_of(*allowed: str) -> Callable[[Any], bool]:
+    return lambda x: x in allowed
+
+
+# field -> (test, what it must be)
+_BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "env.num_envs": (_positive, "at least 1"),
+    "env.vectorization": (_one_of("sync", "async"), "'sync' or 'async'"),
+    "env.autoreset_mode": (_one_of(*AUTORESET_MODES), f"one of {AUTORESET_MODES}"),
+    "env.max_episode_steps": (_not_negative, "0 or more"),
+    "env.stack": (lambda x: 1 <= x <= 32, "from 1 to 32"),
+    "env.atari.frame_skip": (_positive, "at least 1"),
+    "env.atari.screen_size": (_positive, "at least 1"),
+    "env.atari.noop_max": (_not_negative, "0 or more"),
+    "actor.num_actors": (_positive, "at least 1"),
+    "actor.epsilon": (_unit, "from 0 to 1"),
+    "actor.epsilon_alpha": (_not_negative, "0 or more"),
+    "actor.max_pending_items": (_positive, "at least 1"),
+    "actor.write_timeout_s": (_positive, "more than 0"),
+    "actor.max_env_failures": (_positive, "at least 1"),
+    "agent.n_step": (lambda x: 1 <= x <= 100, "from 1 to 100"),
+    "agent.gamma": (_unit, "from 0 to 1"),
+    "agent.network": (_one_of(*NETWORKS), f"one of {NETWORKS}"),
+    "agent.hidden": (lambda x: len(x) > 0 and all(w > 0 for w in x), "one positive width or more"),
+    "agent.huber_delta": (_not_negative, "0 or more"),
+    "replay.capacity": (_positive, "at least 1"),
+    "replay.min_size": (_positive, "at least 1"),
+    "replay.priority_exponent": (_unit, "from 0 to 1"),
+    "replay.priority_epsilon": (_positive, "more than 0, or a transition with no error is never drawn again"),
+    "replay.beta_start": (_unit, "from 0 to 1"),
+    "replay.beta_end": (_unit, "from 0 to 1"),
+    "replay.beta_updates": (_positive, "at least 1"),
+    "replay.samples_per_insert": (_not_negative, "0 (no limit) or more"),
+    "replay.error_buffer": (_positive, "more than 0"),
+    "learner.batch_size": (_positive, "at least 1"),
+    "learner.minibatches_per_pull": (_positive, "at least 1"),
+    "learner.learning_rate": (_positive, "more than 0"),
+    "learner.adam_epsilon": (_positive, "more than 0"),
+    "learner.max_grad_norm": (_not_negative, "0 (no clipping) or more"),
+    "learner.target_period_updates": (_positive, "at least 1"),
+    "learner.target_tau": (_unit, "from 0 to 1"),
+    "learner.max_updates": (_positive, "at least 1"),
+    "learner.publish_period_updates": (_positive, "at least 1"),
+    "learner.cache_bytes": (_positive, "at least 1"),
+    "learner.checkpoint_period_s": (_positive, "more than 0"),
+    "learner.keep_checkpoints": (_positive, "at least 1"),
+    "link.max_window": (_positive, "at least 1"),
+    "link.row_level": (lambda x: 0 <= x <= 19, "0 (automatic) or a zstd level from 1 to 19"),
+    "link.weights_dtype": (_one_of("bfloat16", "float32"), "'bfloat16' or 'float32'"),
+    "link.weights_budget_bytes_per_s": (_not_negative, "0 (no budget) or more"),
+    "evaluation.episodes": (_positive, "at least 1"),
+    "evaluation.max_steps": (_positive, "at least 1"),
+    "evaluation.period_s": (_not_negative, "0 or more"),
+    "metrics.period_s": (_positive, "more than 0"),
+}
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Checks every bound before any work starts.
+
+    Raises:
+      ConfigError: the first field that is out of bounds, with its value and what it must be.
+    """
+    for path, (test, must_be) in _BOUNDS.items():
+        value = config
+        for part in path.split("."):
+            value = value[part]
+        if isinstance(value, float) and math.isnan(value) or not test(value):
+            raise ConfigError(f"config.{path} is {value!r}, and must be {must_be}")
+    if config.replay.min_size > config.replay.capacity:
+        raise ConfigError(
+            f"config.replay.min_size is {config.replay.min_size}, more than config.replay.capacity "
+            f"({config.replay.capacity}): the first sample would never be drawn; lower min_size or raise capacity"
+        )
