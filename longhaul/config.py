@@ -178,7 +178,7 @@ def validate(config: config_dict.ConfigDict) -> None:
         value = config
         for part in path.split("."):
             value = value[part]
-        if isinstance(value, float) and math.isnan(value) or not test(value):
+        if (isinstance(value, float) and math.isnan(value)) or not test(value):
             raise ConfigError(f"config.{path} is {value!r}, and must be {must_be}")
     if config.replay.min_size > config.replay.capacity:
         raise ConfigError(
