@@ -76,11 +76,11 @@ def _check_free(port: int) -> None:
     if not port:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            text = f"the replay can't listen on port {port} ({error.strerror}); choose another --replay_port"
-            raise ConfigError(text) from None
+        probe.settimeout(2.0)
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise ConfigError(
+                f"the replay can't listen on port {port}, something does already; choose another --replay_port"
+            )
 
 
 class ReplayServer:
