@@ -105,12 +105,8 @@ class ReplayServer:
             rate_limiter=_limiter(replay),
             signature=_signature(spec),
         )
-        try:
-            self._server = reverb.Server([table], port=port or None)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"the replay can't listen on port {port}: {error}; choose another --replay_port"
-            ) from None
+        _check_free(port)
+        self._server = reverb.Server([table], port=port or None)
         self.port = int(self._server.port)
         self._client = reverb.Client(f"localhost:{self.port}")
 
