@@ -111,6 +111,15 @@ def _unit(x: Any) -> bool:
     return 0 <= x <= 1
 
 
+def _holds(test: Callable[[Any], bool], value: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    try:
+        return test(value)
+    except TypeError:  # of a kind that does not compare, such as a text among numbers
+        return False
+
+
 def _one_of(*allowed: str) -> Callable[[Any], bool]:
     return lambda x: x in allowed
 
@@ -178,7 +187,7 @@ def validate(config: config_dict.ConfigDict) -> None:
         value = config
         for part in path.split("."):
             value = value[part]
-        if (isinstance(value, float) and math.isnan(value)) or not test(value):
+        if not _holds(test, value):
             raise ConfigError(f"config.{path} is {value!r}, and must be {must_be}")
     if config.replay.min_size > config.replay.capacity:
         raise ConfigError(
