@@ -1,0 +1,358 @@
+"""The actor: steps environments with an epsilon-greedy policy on the newest weights, and fills the replay.
+
+As in "Distributed Prioritized Experience Replay" (Horgan et al. 2018): every environment stream has an epsilon of its
+own from a ladder over the whole site, transitions are n-step, and the first priority comes from the actor's own
+Q-values: |R + discount * max_a Q(s_{t+n}, a) - Q(s_t, a_t)| + config.replay.priority_epsilon. Q(s_{t+n}) is what the
+next acting step computes anyway, so a transition waits for it; where an episode was truncated and the next one has
+already begun, one extra call of the policy, of the same shape, values the last states.
+
+The actor knows neither the learner nor the link. Without weights it acts on random ones (version 0), without news it
+goes on with what it has, and while the replay takes nothing it drops transitions and counts them.
+"""
+
+import contextlib
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from absl import logging
+from ml_collections import config_dict
+
+from longhaul import env as env_lib
+from longhaul.errors import Corruption, Stopped
+from longhaul.metrics import MetricsWriter
+from longhaul.nstep import NStepAccumulator
+from longhaul.policy import Policy
+from longhaul.site_client import SiteClient
+from longhaul.streams import Events, Streams
+from longhaul.types import ROW_COUNTER_BITS, ROW_INCARNATION_BITS, ExperienceSpec, NStepTransition, Snapshot
+
+_PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
+
+
+def epsilon_ladder(index: int, count: int, epsilon: float, alpha: float) -> float:
+    """Returns the share of random actions of stream `index` out of `count`: epsilon^(1 + index*alpha/(count-1)).
+
+    Horgan et al. 2018, section 4; a site of one stream gets epsilon itself.
+    """
+    return float(epsilon) ** (1.0 + index * alpha / (count - 1) if count > 1 else 1.0)
+
+
+class RowIds:
+    """Row ids, unique for ever: random bits of this process's life, then a counter."""
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self._next = 0
+
+    def take(self) -> int:
+        """Returns the next id."""
+        if self._next == self._limit:
+            incarnation = secrets.randbits(ROW_INCARNATION_BITS)
+            self._next = incarnation << ROW_COUNTER_BITS
+            self._limit = (incarnation + 1) << ROW_COUNTER_BITS
+        row_id = self._next
+        self._next += 1
+        return row_id
+
+
+class TransitionWriter(Protocol):
+    """What the actor asks of `buffer.ReplayWriter`; see there."""
+
+    counters: dict[str, int]
+
+    def add_row(self, stream: int, row_id: int, row: np.ndarray) -> None: ...
+
+    def add_transition(
+        self, stream: int, transition: NStepTransition, policy_version: int, priority: float
+    ) -> bool: ...
+
+    def reconnect(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _open_replay(
+    address: str, spec: ExperienceSpec, num_streams: int, keep_rows: int, max_pending_items: int, write_timeout_s: float
+) -> TransitionWriter:
+    from longhaul.buffer import ReplayWriter  # brings TensorFlow along, so only where a replay is really written
+
+    return ReplayWriter(address, spec, num_streams, keep_rows, max_pending_items, write_timeout_s)
+
+
+class _Held(NamedTuple):
+    """A transition that waits for its priority."""
+
+    stream: int
+    transition: NStepTransition
+    q_value: float  # Q(s_t, a_t) when it was acted
+    policy_version: int
+
+
+class _Progress:
+    """What happened since the last metrics line, and in all."""
+
+    def __init__(self) -> None:
+        self.env_steps = 0
+        self.episodes = 0
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+        self.paused_s = 0.0
+        self.refused_transitions = 0
+        self.refused_weights = 0
+        self.line_time_s = time.monotonic()
+        self.line_env_steps = 0
+
+    def add_episodes(self, episodes: list[tuple[float, int]]) -> None:
+        for episode_return, length in episodes:
+            self.episodes += 1
+            self.lengths.append(length)
+            if math.isfinite(episode_return):  # one bad reward must not blank the figure of the others
+                self.returns.append(episode_return)
+
+    def line(self, now_s: float) -> dict[str, float]:
+        """Returns the figures, and begins a new period."""
+        period_s = max(now_s - self.line_time_s, 1e-9)
+        figures = {
+            "env_steps": float(self.env_steps),
+            "env_steps_per_s": (self.env_steps - self.line_env_steps) / period_s,
+            "episodes": float(self.episodes),
+            "paused_s": self.paused_s,
+            "refused_transitions": float(self.refused_transitions),
+            "refused_weights": float(self.refused_weights),
+        }
+        if self.returns:
+            figures["episode_return"] = sum(self.returns) / len(self.returns)
+        if self.lengths:
+            figures["episode_length"] = sum(self.lengths) / len(self.lengths)
+        self.returns, self.lengths = [], []
+        self.line_time_s, self.line_env_steps = now_s, self.env_steps
+        return figures
+
+
+class Actor:
+    """One actor process's work.
+
+    Args:
+      config: whole configuration.
+      actor_index: from 0 to config.actor.num_actors - 1; decides seeds and the part of the epsilon ladder.
+      site: the gateway's client, not yet announced; `run` announces and starts it, its maker closes it.
+      metrics: where a line goes each config.metrics.period_s; its step is environment steps.
+      stop: ends `run`.
+      open_writer: makes the replay's writer; its arguments are those of `buffer.ReplayWriter`.
+    """
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        actor_index: int,
+        site: SiteClient,
+        metrics: MetricsWriter,
+        stop: threading.Event,
+        open_writer: Callable[..., TransitionWriter] = _open_replay,
+    ):
+        self._config = config
+        self._site = site
+        self._metrics = metrics
+        self._stop = stop
+        self._open_writer = open_writer
+        self._spec = spec = env_lib.make_spec(config)
+        self._streams = Streams(config, actor_index, stop)
+        count = self._streams.num_streams
+        self._policy = Policy(spec, config, count)
+        first, total = actor_index * count, config.actor.num_actors * count
+        self._epsilons = np.array(
+            [epsilon_ladder(first + i, total, config.actor.epsilon, config.actor.epsilon_alpha) for i in range(count)]
+        )
+        # Apart from the environments' seeds, which come from config.seed alone.
+        self._rng = np.random.default_rng([config.seed % 2**64, actor_index])
+        self._accumulators = [NStepAccumulator(spec.n_step, spec.gamma, spec.stack) for _ in range(count)]
+        # Per stream, (Q(s, a), policy version) of the steps whose transition is still to come, oldest first.
+        self._acted: list[deque[tuple[float, int]]] = [deque() for _ in range(count)]
+        self._held: list[_Held] = []
+        self._stacks = np.zeros((count, spec.stack, *spec.row_shape), spec.row_dtype)
+        self._all_streams = np.arange(count)
+        self._row_ids = RowIds()
+        self._snapshot: Snapshot | None = None
+        self._adopted: tuple[int, int] = (0, 0)  # (epoch, version) acted on
+        self._adopted_time_s = 0.0
+        self._progress = _Progress()
+        self._writer: TransitionWriter | None = None
+        self._replay_address = ""
+
+    def run(self) -> None:
+        """Acts until the stop event is set, then returns.
+
+        Raises:
+          WorkerFailed: environments keep failing.
+          MismatchError, Refused: the gateway won't have this actor.
+        """
+        try:
+            self._replay_address = self._site.announce(self._spec).replay_address
+            self._site.start()
+            config = self._config.actor
+            self._writer = self._open_writer(
+                self._replay_address,
+                self._spec,
+                self._streams.num_streams,
+                # The oldest row of a transition's first stack, up to the row it bootstraps from, and the next
+                # episode's first row, which may be there before the transition is written.
+                self._spec.stack + self._spec.n_step + 1,
+                config.max_pending_items,
+                config.write_timeout_s,
+            )
+            self._begin(self._streams.start())
+            while not self._stop.is_set():
+                self._wait_while_paused()
+                self._look_for_weights()
+                self._act()
+                self._report_if_due()
+        except Stopped:
+            logging.info("the actor was stopped after %d environment steps", self._progress.env_steps)
+        finally:
+            self._close()
+
+    def _act(self) -> None:
+        """One step of all streams: values, actions, transitions."""
+        q_values = self._policy.q_values(self._stacks)
+        if self._held:
+            self._write_held(q_values.max(axis=1).tolist())
+        count = self._streams.num_streams
+        random = self._rng.random(count) < self._epsilons
+        actions = np.where(random, self._rng.integers(self._spec.num_actions, size=count), q_values.argmax(axis=1))
+        events = self._streams.step(actions)
+        self._add_steps(events, actions, q_values)
+        if events.failed.any():
+            for stream in np.flatnonzero(events.failed).tolist():
+                self._accumulators[stream].abandon()
+                self._acted[stream].clear()
+        if events.started.any():
+            self._value_last_states(events)
+            self._begin(events)
+        self._progress.add_episodes(events.episodes)
+
+    def _add_steps(self, events: Events, actions: np.ndarray, q_values: np.ndarray) -> None:
+        """Hands rows and steps of the streams where an action was taken to the writer and the accumulators."""
+        assert self._writer is not None
+        valid = self._all_streams if events.valid.all() else np.flatnonzero(events.valid)
+        rows, stacks = events.next_rows, self._stacks
+        if len(valid) == len(stacks):
+            stacks[:, :-1] = stacks[:, 1:]
+            stacks[:, -1] = rows
+        else:
+            stacks[valid, :-1] = stacks[valid, 1:]
+            stacks[valid, -1] = rows[valid]
+        version = self._adopted[1]
+        acted_values = q_values[self._all_streams, actions].tolist()
+        columns = actions.tolist(), events.rewards.tolist(), events.terminated.tolist(), events.truncated.tolist()
+        for stream in valid.tolist():
+            row_id = self._row_ids.take()
+            self._writer.add_row(stream, row_id, rows[stream])
+            acted = self._acted[stream]
+            acted.append((acted_values[stream], version))
+            step = [column[stream] for column in columns]
+            for transition in self._accumulators[stream].step(*step, row_id):
+                self._held.append(_Held(stream, transition, *acted.popleft()))
+        self._progress.env_steps += len(valid)
+
+    def _value_last_states(self, events: Events) -> None:
+        """Writes what still waits in streams that begin anew, before their stacks are overwritten.
+
+        Needs the policy only for truncated episodes: after a termination nothing is bootstrapped, and in mode
+        next_step the acting call of the reset step has valued the last states.
+        """
+        if not self._held:
+            return
+        values = [0.0] * len(self._stacks)
+        if any(held.transition.discount and events.started[held.stream] for held in self._held):
+            values = self._policy.q_values(self._stacks).max(axis=1).tolist()
+            self._write_held(values)
+            return
+        waiting, self._held = self._held, []
+        for held in waiting:
+            if events.started[held.stream]:
+                self._write(held, 0.0)
+            else:
+                self._held.append(held)
+
+    def _begin(self, events: Events) -> None:
+        """Starts the episodes that begin."""
+        assert self._writer is not None
+        for stream in np.flatnonzero(events.started).tolist():
+            row_id = self._row_ids.take()
+            row = events.first_rows[stream]
+            self._writer.add_row(stream, row_id, row)
+            self._accumulators[stream].start(row_id)
+            self._stacks[stream] = row
+
+    def _write_held(self, values: list[float]) -> None:
+        """Writes all that waits; values[stream] is max_a Q of the state that its transitions bootstrap from."""
+        waiting, self._held = self._held, []
+        for held in waiting:
+            self._write(held, values[held.stream])
+
+    def _write(self, held: _Held, value: float) -> None:
+        """Writes one transition with its first priority, unless that is not finite: Reverb would take it."""
+        assert self._writer is not None
+        transition = held.transition
+        target = transition.n_step_return
+        if transition.discount:
+            target += transition.discount * value
+        priority = abs(target - held.q_value) + self._config.replay.priority_epsilon
+        if not math.isfinite(priority):
+            self._progress.refused_transitions += 1
+            return
+        self._writer.add_transition(held.stream, transition, held.policy_version, priority)
+
+    def _look_for_weights(self) -> None:
+        """Adopts what the gateway holds if that is not what is held here, be it newer or, after its restart, older."""
+        snapshot = self._site.newest_weights()
+        if snapshot is None or snapshot is self._snapshot:
+            return
+        known, self._snapshot = self._snapshot, snapshot
+        if known is not None and (known.epoch, known.version) == (snapshot.epoch, snapshot.version):
+            return
+        try:
+            self._policy.adopt(snapshot.payload)
+        except Corruption as error:
+            self._progress.refused_weights += 1
+            logging.warning("weights %d of epoch %d refused: %s", snapshot.version, snapshot.epoch, error)
+            return
+        self._adopted = (snapshot.epoch, snapshot.version)
+        self._adopted_time_s = time.monotonic()
+
+    def _wait_while_paused(self) -> None:
+        """Waits while the gateway asks to, in small steps, with the metrics going on."""
+        while self._site.paused and not self._stop.is_set():
+            began_s = time.monotonic()
+            self._stop.wait(_PAUSE_LOOK_S)
+            self._progress.paused_s += time.monotonic() - began_s
+            self._report_if_due()
+
+    def _report_if_due(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._progress.line_time_s >= self._config.metrics.period_s:
+            self._report(now_s)
+
+    def _report(self, now_s: float) -> None:
+        assert self._writer is not None
+        figures: dict[str, Any] = self._progress.line(now_s)
+        figures["env_failures"] = self._streams.total_failures
+        figures["weights_epoch"], figures["weights_version"] = self._adopted
+        if self._adopted_time_s:
+            figures["weights_age_s"] = now_s - self._adopted_time_s
+        figures["epsilon_min"], figures["epsilon_max"] = float(self._epsilons.min()), float(self._epsilons.max())
+        figures.update(self._writer.counters)
+        self._metrics.write(self._progress.env_steps, figures)
+
+    def _close(self) -> None:
+        with contextlib.ExitStack() as closing:  # one that fails must not keep the others open
+            closing.callback(self._streams.close)
+            if self._writer is not None:
+                closing.callback(self._writer.close)
+                self._report(time.monotonic())

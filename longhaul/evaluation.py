@@ -1,0 +1,117 @@
+"""Greedy evaluation: whole episodes under the policy that takes the best-valued action, on raw rewards.
+
+Episode e is reset with seed config.evaluation.seed + e, so that evaluations of one run compare like with like. Lanes
+run side by side for the policy's sake, each taking the next episode when its own ends. An episode that reaches
+config.evaluation.max_steps is cut and reported as capped: greedy play need never end.
+"""
+
+import dataclasses
+import threading
+from typing import Any
+
+import gymnasium
+import numpy as np
+from ml_collections import config_dict
+
+from longhaul import env as env_lib
+from longhaul.errors import Stopped, WorkerFailed
+from longhaul.policy import Policy
+from longhaul.types import ExperienceSpec
+
+MAX_LANES = 32  # environments side by side
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Results by episode, in the order of their seeds.
+
+    Attributes:
+      returns: float64 [episodes], sums of raw rewards over whole episodes (whole games for Atari).
+      lengths: int64 [episodes], agent steps.
+      capped: bool [episodes], cut at config.evaluation.max_steps.
+    """
+
+    returns: np.ndarray
+    lengths: np.ndarray
+    capped: np.ndarray
+
+    @property
+    def mean_return(self) -> float:
+        """Mean over the episodes."""
+        return float(self.returns.mean())
+
+
+def evaluate(config: config_dict.ConfigDict, spec: ExperienceSpec, payload: bytes, stop: threading.Event) -> Evaluation:
+    """Plays config.evaluation.episodes episodes greedily with packed weights.
+
+    Args:
+      config: whole configuration.
+      spec: of the experience the weights were trained on.
+      payload: a snapshot's, as `codec.pack_weights` made it.
+      stop: looked at before each step.
+
+    Raises:
+      Corruption: the payload is damaged, not finite or another network's.
+      WorkerFailed: the environment raised an error.
+      Stopped: the stop event was set.
+    """
+    episodes = config.evaluation.episodes
+    lanes = min(episodes, MAX_LANES)
+    policy = Policy(spec, config, lanes)
+    policy.adopt(payload)
+    envs: list[gymnasium.Env] = []
+    try:
+        envs.extend(env_lib.make_env(config, evaluation=True) for _ in range(lanes))
+        return _play(config, spec, policy, envs, stop)
+    finally:
+        for environment in envs:
+            environment.close()
+
+
+def _play(
+    config: config_dict.ConfigDict,
+    spec: ExperienceSpec,
+    policy: Policy,
+    envs: list[gymnasium.Env],
+    stop: threading.Event,
+) -> Evaluation:
+    episodes, max_steps = config.evaluation.episodes, config.evaluation.max_steps
+    returns = np.zeros(episodes)
+    lengths = np.zeros(episodes, np.int64)
+    capped = np.zeros(episodes, bool)
+    stacks = np.zeros((len(envs), spec.stack, *spec.row_shape), spec.row_dtype)
+    playing: dict[int, int] = {}  # lane -> episode
+    waiting = iter(range(episodes))
+
+    def begin(lane: int) -> None:
+        """Puts the next episode, if any, into a lane."""
+        playing.pop(lane, None)
+        for episode in waiting:
+            playing[lane] = episode
+            stacks[lane] = _call(envs[lane].reset, episode, seed=config.evaluation.seed + episode)[0]
+            return
+
+    for lane in range(len(envs)):
+        begin(lane)
+    while playing:
+        if stop.is_set():
+            raise Stopped(f"evaluation was stopped with {len(playing)} episodes running")
+        actions = policy.q_values(stacks).argmax(axis=1).tolist()
+        for lane, episode in list(playing.items()):
+            row, reward, terminated, truncated, _ = _call(envs[lane].step, episode, actions[lane])
+            returns[episode] += reward
+            lengths[episode] += 1
+            capped[episode] = lengths[episode] >= max_steps and not (terminated or truncated)
+            if terminated or truncated or capped[episode]:
+                begin(lane)
+            else:
+                stacks[lane, :-1] = stacks[lane, 1:]
+                stacks[lane, -1] = row
+    return Evaluation(returns, lengths, capped)
+
+
+def _call(function: Any, episode: int, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise WorkerFailed(f"evaluation: the environment failed in episode {episode}: {error!r}") from error

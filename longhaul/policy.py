@@ -1,0 +1,63 @@
+"""Q-values of the newest weights, for acting and for evaluation: one compiled call of a fixed batch shape."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import config_dict
+
+from longhaul import codec, networks
+from longhaul.errors import Corruption
+from longhaul.types import ExperienceSpec, Params
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(network: Any) -> Any:
+    """One jitted function per network, so that evaluating again does not compile again."""
+    return jax.jit(network.apply)
+
+
+@functools.lru_cache(maxsize=8)
+def _first_params(network: Any, spec: ExperienceSpec, seed: int) -> Params:
+    """Random weights, kept for the same reason: making them compiles too."""
+    return networks.init_params(network, spec, seed)
+
+
+class Policy:
+    """The Q-network with the weights last adopted; its own random ones (version 0) before that.
+
+    Args:
+      spec: of the experience.
+      config: whole configuration.
+      batch: observations per call, B; one shape, so compiled once.
+    """
+
+    def __init__(self, spec: ExperienceSpec, config: config_dict.ConfigDict, batch: int):
+        network = networks.make_network(spec, config)
+        self._apply = _compiled(network)
+        self._params = _first_params(network, spec, config.seed)
+        self._shapes = {name: leaf.shape for name, leaf in networks.flatten_params(self._params).items()}
+        self._input_shape = (batch, spec.stack, *spec.row_shape)
+
+    def q_values(self, stacks: np.ndarray) -> np.ndarray:
+        """Returns float32 [B, num_actions] for stacked rows [B, stack, *row_shape] of the row dtype."""
+        assert stacks.shape == self._input_shape, (stacks.shape, self._input_shape)
+        # np.asarray waits for the result, so the caller may write into `stacks` again, which XLA may read in place.
+        return np.asarray(self._apply(self._params, stacks))
+
+    def adopt(self, payload: bytes) -> None:
+        """Acts on packed weights from now on; on an error the ones before stay.
+
+        Raises:
+          Corruption: the bytes don't unpack, the weights are another network's, or some are not finite.
+        """
+        flat = codec.unpack_weights(payload)
+        shapes = {name: leaf.shape for name, leaf in flat.items()}
+        if shapes != self._shapes:
+            odd = sorted(set(shapes.items()) ^ set(self._shapes.items()))[0]
+            raise Corruption(f"weights of another network: {odd[0]} has shape {odd[1]} at one end only")
+        for name, leaf in flat.items():
+            if not np.isfinite(leaf).all():
+                raise Corruption(f"weights {name} are not finite")
+        self._params = jax.device_put(networks.unflatten_params(flat))
