@@ -81,6 +81,7 @@ def default() -> config_dict.ConfigDict:
         ),
         link=dict(
             max_window=64,  # batches in flight at most; the window itself is tuned
+            priority_bytes=4,  # bytes per priority sent back: 4 (float32) or 2 (float16)
             row_level=0,  # zstd level for rows; 0: chosen by measured CPU and link
             weights_dtype="bfloat16",  # or "float32"
             weights_budget_bytes_per_s=0.0,  # stretches the publishing period; 0: no budget
@@ -167,6 +168,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "learner.checkpoint_period_s": (_positive, "more than 0"),
     "learner.keep_checkpoints": (_positive, "at least 1"),
     "link.max_window": (_positive, "at least 1"),
+    "link.priority_bytes": (lambda x: x in (2, 4), "2 or 4"),
     "link.row_level": (lambda x: 0 <= x <= 19, "0 (automatic) or a zstd level from 1 to 19"),
     "link.weights_dtype": (_one_of("bfloat16", "float32"), "'bfloat16' or 'float32'"),
     "link.weights_budget_bytes_per_s": (_not_negative, "0 (no budget) or more"),

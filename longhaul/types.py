@@ -120,6 +120,8 @@ class Batch(NamedTuple):
       new_slots: int32 [M], slots to fill before training on this batch.
       new_rows: [M, *row_shape] of the row dtype, their contents.
       received_time_s: time.monotonic() at arrival.
+      audit_slots: int32 [A], slots of this batch to be looked at once its rows are in place; mostly none.
+      audit_crc32: CRC-32 of what those slots must hold, in order.
       stats: figures from the site (inserts, samples, mean policy version ...).
     """
 
@@ -133,6 +135,8 @@ class Batch(NamedTuple):
     new_slots: np.ndarray
     new_rows: np.ndarray
     received_time_s: float
+    audit_slots: np.ndarray
+    audit_crc32: int
     stats: dict[str, float]
 
 

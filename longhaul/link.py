@@ -1,0 +1,414 @@
+"""The learner's end of the long-haul link: one stream of batches, its credits, its outages, its meters.
+
+A batch arrives as cache slots and the few rows the cache lacks; an Ack carries the priorities back and is the
+credit for the next batch. The window of batches in flight is just what hides the link,
+ceil(turnaround * batches per second) + 1, since each further batch would be drawn on older priorities.
+
+When the link is cut, the stream is opened again with the last batch that arrived whole; the gateway's mirror
+goes back to it, acks that may have been lost are sent again, and the device cache goes on being right.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from longhaul import channel, codec, snapshots
+from longhaul.arrival import Assembly, unpack_batch
+from longhaul.errors import Corruption, MismatchError, Outage, Stopped
+from longhaul.link_meter import Meter
+from longhaul.proto import longhaul_pb2 as pb
+from longhaul.proto import longhaul_pb2_grpc as rpc
+from longhaul.site_client import SiteDescription, describe
+from longhaul.types import Batch, Snapshot
+from longhaul.window import Window
+
+_PING_PERIOD_S = 1.0
+_SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
+_CONNECT_TIMEOUT_S = 10.0
+_PUBLISH_TIMEOUT_S = 120.0
+
+
+class LinkClient:
+    """The learner's connection to one site.
+
+    Usage:
+      link = LinkClient("site:7720", config, learner_id, stop)
+      description = link.describe()
+      link.open(cache_rows, batch_size, minibatches, epoch)
+      while (batch := link.next_batch(1.0)) is not None: ... link.ack(batch.sequence, priorities)
+      link.close()
+
+    Args:
+      gateway_address: host:port.
+      config: the run's; `link` is read.
+      learner_id: random, one per learner process.
+      stop: ends every wait with Stopped.
+      deadline_s: of one outage; None tries for ever.
+    """
+
+    def __init__(
+        self,
+        gateway_address: str,
+        config: Any,
+        learner_id: int,
+        stop: threading.Event,
+        deadline_s: float | None = None,
+    ):
+        self._address = gateway_address
+        self._config = config.link
+        self._learner_id = learner_id
+        self._stop = stop
+        self._deadline_s = deadline_s
+        self._closed = threading.Event()
+        self._channel = channel.open_channel(gateway_address)
+        self._lock = threading.Lock()
+        self._description: SiteDescription | None = None
+        self._open: pb.Open | None = None
+        self._batches: queue.Queue[Batch] = queue.Queue()  # bounded by the window
+        self._requests: queue.SimpleQueue[pb.SampleRequest | None] | None = None
+        self._call: grpc.Call | None = None
+        self._unconfirmed: OrderedDict[int, bytes] = OrderedDict()
+        self._first_sequence = 1  # of the present session; acks of earlier ones have nowhere to go
+        self._last_sequence = 0
+        self._failure: Exception | None = None
+        self._pings: OrderedDict[int, float] = OrderedDict()
+        self._newest: Snapshot | None = None
+        self._publish_wanted = threading.Event()
+        self.window = Window(self._config.max_window)
+        self.meter = Meter()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("link", self._run), ("link-ping", self._ping), ("link-publish", self._publish))
+        ]
+
+    def describe(self, timeout_s: float | None = None) -> SiteDescription:
+        """Returns what the site offers, waiting until it answers and an actor has announced its experience.
+
+        Raises:
+          Refused, MismatchError, DeadlineExceeded, Stopped.
+        """
+        backoff = channel.Backoff(f"site {self._address}", self._stop, cap_s=2.0, deadline_s=timeout_s)
+        said = ""
+        while True:
+            try:
+                stub = rpc.GatewayStub(self._channel)
+                self._description = describe(stub, self._address, "learner", None, _CONNECT_TIMEOUT_S)
+                return self._description
+            except Outage as outage:
+                if str(outage) != said:
+                    logging.warning("waiting for the site: %s", outage)
+                    said = str(outage)
+                backoff.wait(outage)
+
+    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int) -> None:
+        """Starts the stream; batches of [minibatches, batch_size] transitions come from now on."""
+        assert self._description is not None, "describe first"
+        self._open = pb.Open(
+            learner_id=self._learner_id,
+            epoch=epoch,
+            cache_rows=cache_rows,
+            batch_size=batch_size,
+            minibatches=minibatches,
+            run_id=self._description.run_id,
+            row_level=self._config.row_level,
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def next_batch(self, timeout_s: float) -> Batch | None:
+        """Returns the next batch in order, None if there is none within timeout_s.
+
+        Raises:
+          Stopped: the stop event is set.
+          Refused, MismatchError, DeadlineExceeded: the link has ended for good.
+        """
+        start_s = time.monotonic()
+        try:
+            batch = self._batches.get_nowait()
+        except queue.Empty:
+            try:
+                batch = self._batches.get(timeout=timeout_s)
+            except queue.Empty:
+                batch = None
+            self.window.starved(time.monotonic() - start_s)
+        if self._failure is not None:
+            raise self._failure
+        if self._stop.is_set():
+            raise Stopped("the link was stopped")
+        return batch
+
+    def ack(self, sequence: int, priorities: np.ndarray) -> None:
+        """Sends a batch's priorities back; kept until the gateway confirms that it has applied them.
+
+        Args:
+          sequence: the batch's.
+          priorities: float32 [K, B], in the batch's order.
+        """
+        packed = codec.pack_priorities(priorities, self._config.priority_bytes)
+        self.window.consumed(time.monotonic())
+        with self._lock:
+            if sequence < self._first_sequence:
+                return
+            self._unconfirmed[sequence] = packed
+            self._send_ack(sequence, packed)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Hands a snapshot over for sending; returns at once. One that waits is replaced by a newer one."""
+        self._newest = snapshot
+        self._publish_wanted.set()
+
+    def reset_cache(self) -> None:
+        """Begins anew with an empty mirror: for a learner whose cache does not hold what it should."""
+        assert self._open is not None
+        self.meter.count("cache_resets")
+        self._open.run_id = ""
+        if self._call is not None:
+            self._call.cancel()
+
+    def read_stats(self) -> dict[str, float]:
+        """Returns the link's figures since the last call: see `Meter.read` and `Window.figures`."""
+        with self._lock:
+            unconfirmed = len(self._unconfirmed)
+        return {
+            **self.meter.read(),
+            **self.window.figures(),
+            "batches_waiting": self._batches.qsize(),
+            "acks_unconfirmed": unconfirmed,
+        }
+
+    def close(self) -> None:
+        """Ends the stream and its threads; acks already handed over are given a moment to leave."""
+        with self._lock:
+            if self._requests is not None:
+                self._requests.put(None)
+        deadline_s = time.monotonic() + 2.0
+        while self._call is not None and time.monotonic() < deadline_s and self._threads[0].is_alive():
+            time.sleep(0.02)
+        self._closed.set()
+        self._publish_wanted.set()
+        if self._call is not None:
+            self._call.cancel()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(5.0)
+        self._channel.close()
+
+    # ---- the stream
+
+    def _guard(self, work: Any) -> None:
+        """Runs a thread's work; what ends it for good is raised at the learner's next call."""
+        try:
+            work()
+        except Stopped:
+            pass
+        except Exception as error:
+            if not self._closed.is_set():
+                self._failure = error
+
+    def _done(self) -> bool:
+        return self._closed.is_set() or self._stop.is_set()
+
+    def _run(self) -> None:
+        """Opens stream after stream until the end; one log line where an outage starts, one where it ends."""
+        backoff: channel.Backoff | None = None
+        while not self._done():
+            try:
+                self._stream()
+                if self._done():
+                    return
+                raise Outage(f"{self._address} ended the stream")
+            except (grpc.RpcError, Outage, Corruption) as error:
+                ours = channel.our_error(error, self._address) if isinstance(error, grpc.RpcError) else error
+                if self._done():
+                    return
+                if isinstance(ours, Corruption):
+                    self.meter.count("corrupt_messages")
+                elif not isinstance(ours, Outage):
+                    raise ours from None
+                if backoff is None or self.meter.connected:
+                    backoff = channel.Backoff(f"site {self._address}", self._stop, deadline_s=self._deadline_s)
+                if self.meter.outage_starts():
+                    logging.warning(
+                        "link to %s is cut, batch %d was the last: %s", self._address, self._last_sequence, ours
+                    )
+                backoff.wait(ours)
+                self._renew_channel()
+
+    def _renew_channel(self) -> None:
+        """A new connection, with a new look at the name: the old one may hang on a dead path or a moved host."""
+        self._channel.close()
+        self._channel = channel.open_channel(self._address)
+
+    def _stream(self) -> None:
+        """One stream, from Open to its end."""
+        assert self._open is not None and self._description is not None
+        requests: queue.SimpleQueue[pb.SampleRequest | None] = queue.SimpleQueue()
+        opened = pb.Open()
+        opened.CopyFrom(self._open)
+        opened.last_sequence = self._last_sequence
+        opened.window = self.window.size
+        requests.put(pb.SampleRequest(open=opened))
+        self.meter.heard()
+        call = rpc.GatewayStub(self._channel).Sample(self._metered(requests), wait_for_ready=False)
+        self._call = call
+        try:
+            self._receive(call, requests)
+        finally:
+            with self._lock:
+                self._requests = None
+            self._call = None
+            requests.put(None)
+            call.cancel()
+
+    def _metered(self, requests: "queue.SimpleQueue[pb.SampleRequest | None]") -> Iterator[pb.SampleRequest]:
+        while (request := requests.get()) is not None:
+            self.meter.sent(request.WhichOneof("kind"), request.ByteSize())
+            yield request
+
+    def _receive(
+        self, call: Iterator[pb.SampleResponse], requests: "queue.SimpleQueue[pb.SampleRequest | None]"
+    ) -> None:
+        assembly: Assembly | None = None
+        for response in call:
+            kind = response.WhichOneof("kind")
+            self.meter.received(response, kind)
+            if kind == "opened":
+                self._resume(response.opened, requests)
+            elif kind == "pong":
+                self._pong(response.pong)
+            elif kind == "batch":
+                if assembly is not None:
+                    raise Corruption(f"batch {response.batch.sequence} begins within {assembly.message.sequence}")
+                assembly = Assembly(response.batch)
+            elif kind == "part":
+                if assembly is None:
+                    raise Corruption("a part without a batch")
+                assembly.add(response.part)
+            else:
+                raise Corruption("an empty message")
+            if assembly is not None and assembly.complete:
+                self._deliver(assembly)
+                assembly = None
+
+    def _resume(self, opened: pb.Opened, requests: "queue.SimpleQueue[pb.SampleRequest | None]") -> None:
+        """Takes the stream into use: sends again what may be lost, or begins anew with a gateway that forgot us."""
+        assert self._open is not None
+        with self._lock:
+            if not opened.resumed:
+                dropped = self._drain()
+                self._unconfirmed.clear()
+                self._first_sequence = opened.next_sequence
+                self._last_sequence = opened.next_sequence - 1
+                if self._open.run_id and opened.run_id != self._open.run_id:
+                    logging.warning("the site's buffer node has restarted: %d waiting batches dropped", dropped)
+                    self._check_same_experience()
+                self._open.run_id = opened.run_id
+            self._requests = requests
+            for sequence, packed in self._unconfirmed.items():
+                self._send_ack(sequence, packed)
+        self._publish_wanted.set()  # a gateway that has restarted holds no weights
+        cut_s = self.meter.outage_ends()
+        if cut_s:
+            logging.warning(
+                "link to %s is back after %.1f s, cache %s, %d acks sent again",
+                self._address,
+                cut_s,
+                "kept" if opened.resumed else "begun anew",
+                len(self._unconfirmed),
+            )
+
+    def _check_same_experience(self) -> None:
+        assert self._description is not None
+        now = describe(rpc.GatewayStub(self._channel), self._address, "learner", None, _CONNECT_TIMEOUT_S)
+        if differences := self._description.spec.differences(now.spec):
+            raise MismatchError(f"{self._address}: its experience has changed: {'; '.join(differences)}")
+
+    def _drain(self) -> int:
+        count = 0
+        while True:
+            try:
+                self._batches.get_nowait()
+            except queue.Empty:
+                return count
+            count += 1
+
+    def _send_ack(self, sequence: int, packed: bytes) -> None:
+        if self._requests is not None:
+            ack = pb.Ack(
+                sequence=sequence, priorities=packed, width=self._config.priority_bytes, window=self.window.size
+            )
+            self._requests.put(pb.SampleRequest(ack=ack))
+
+    def _confirm(self, sequence: int) -> None:
+        with self._lock:
+            while self._unconfirmed and next(iter(self._unconfirmed)) <= sequence:
+                self._unconfirmed.popitem(last=False)
+
+    def _deliver(self, assembly: Assembly) -> None:
+        """Unpacks a whole batch and hands it to the learner."""
+        assert self._open is not None and self._description is not None
+        started_s = time.monotonic()
+        message, spec = assembly.message, self._description.spec
+        batch = unpack_batch(message, b"".join(assembly.rows), spec, self._open, self.meter.rtt_s)
+        if message.sequence != self._last_sequence + 1:
+            raise Corruption(f"batch {message.sequence} follows batch {self._last_sequence}")
+        self._last_sequence = message.sequence
+        self._confirm(message.acked_sequence)
+        self.meter.batch(message)
+        self.window.arrived(message.draw_age_s + time.monotonic() - started_s)
+        self._batches.put(batch)
+
+    # ---- pings and weights
+
+    def _ping(self) -> None:
+        identity = 0
+        while not self._closed.wait(_PING_PERIOD_S) and not self._stop.is_set():
+            call = self._call
+            if call is not None and self.meter.silent_s() > _SILENCE_S:
+                call.cancel()  # the stream's thread sees a cut and tries again
+                continue
+            with self._lock:
+                if self._requests is None:
+                    continue
+                identity += 1
+                self._pings[identity] = time.monotonic()
+                while len(self._pings) > 60:
+                    self._pings.popitem(last=False)
+                self._requests.put(pb.SampleRequest(ping=pb.Ping(id=identity)))
+            self.window.retune(self.meter.rtt_s)
+
+    def _pong(self, pong: pb.Pong) -> None:
+        with self._lock:
+            sent_s = self._pings.pop(pong.id, None)
+        if sent_s is not None:
+            self.meter.round_trip(time.monotonic() - sent_s)
+        self._confirm(pong.acked_sequence)
+
+    def _publish(self) -> None:
+        """Sends the newest snapshot whenever there is one that the gateway lacks."""
+        while not self._done():
+            if not self._publish_wanted.wait(0.5) or self._newest is None or self._done():
+                continue
+            self._publish_wanted.clear()
+            snapshot = self._newest
+            chunks = list(snapshots.to_chunks(snapshot))
+            try:
+                rpc.GatewayStub(self._channel).PublishWeights(iter(chunks), timeout=_PUBLISH_TIMEOUT_S)
+                self.meter.published(sum(chunk.ByteSize() for chunk in chunks))
+            except (grpc.RpcError, ValueError) as error:
+                # ValueError: the channel was closed below the call, to be renewed.
+                ours = (
+                    channel.our_error(error, self._address) if isinstance(error, grpc.RpcError) else Outage(str(error))
+                )
+                if not isinstance(ours, Outage):
+                    raise ours from None
+                self.meter.count("publish_failures")
+                if not self._closed.wait(1.0):
+                    self._publish_wanted.set()

@@ -1,0 +1,128 @@
+"""What crosses the link, counted: bytes by kind and direction, round-trip times, outages."""
+
+import threading
+import time
+from collections import Counter, deque
+
+from longhaul.proto import longhaul_pb2 as pb
+
+_RTT_SAMPLES = 30
+
+
+class Meter:
+    """Counts at the learner's end. Thread-safe.
+
+    Bytes are those of gRPC messages; HTTP/2 and TCP add some 1-3% that only the kernel sees.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._rtts_s: deque[float] = deque(maxlen=_RTT_SAMPLES)
+        self._heard_s = time.monotonic()
+        self._cut_at_s: float | None = None
+        self._last_read = (time.monotonic(), 0, 0, 0)
+        self._samples = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether no outage goes on."""
+        return self._cut_at_s is None
+
+    @property
+    def rtt_s(self) -> float:
+        """Shortest of the latest round trips: the path's own, without what waits in queues; 0 before the first."""
+        with self._lock:
+            return min(self._rtts_s, default=0.0)
+
+    def heard(self) -> None:
+        """Notes a sign of life."""
+        self._heard_s = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Returns the time since the last sign of life."""
+        return time.monotonic() - self._heard_s
+
+    def count(self, what: str) -> None:
+        """Counts an event."""
+        with self._lock:
+            self._counts[what] += 1
+
+    def sent(self, kind: str, size: int) -> None:
+        """Counts a request."""
+        with self._lock:
+            self._bytes[f"sent_{'acks' if kind == 'ack' else 'control'}_bytes"] += size
+
+    def received(self, response: pb.SampleResponse, kind: str | None) -> None:
+        """Counts a response and notes the sign of life."""
+        self.heard()
+        size = response.ByteSize()
+        rows = 0
+        if kind == "batch":
+            rows = len(response.batch.rows) + len(response.batch.new_slots)
+        elif kind == "part":
+            rows = size
+        with self._lock:
+            self._bytes["received_rows_bytes"] += rows
+            self._bytes["received_transitions_bytes" if kind == "batch" else "received_control_bytes"] += size - rows
+
+    def batch(self, message: pb.Batch) -> None:
+        """Counts a whole batch."""
+        with self._lock:
+            self._samples += message.count
+            self._counts["rows_received"] += len(message.new_slots) // 4
+
+    def published(self, size: int) -> None:
+        """Counts a snapshot."""
+        with self._lock:
+            self._bytes["sent_weights_bytes"] += size
+            self._counts["snapshots_published"] += 1
+
+    def round_trip(self, seconds: float) -> None:
+        """Notes a Ping's round trip."""
+        with self._lock:
+            self._rtts_s.append(seconds)
+
+    def outage_starts(self) -> bool:
+        """Notes that the stream is cut; returns False if it was already."""
+        with self._lock:
+            if self._cut_at_s is not None:
+                return False
+            self._cut_at_s = time.monotonic()
+            self._counts["outages"] += 1
+            return True
+
+    def outage_ends(self) -> float:
+        """Notes that the stream works; returns how long it did not, 0 if there was no outage."""
+        with self._lock:
+            if self._cut_at_s is None:
+                return 0.0
+            lasted_s = time.monotonic() - self._cut_at_s
+            self._cut_at_s = None
+            self._rtts_s.clear()
+            return lasted_s
+
+    def read(self) -> dict[str, float]:
+        """Returns totals by kind, and rates since the last call."""
+        with self._lock:
+            now_s = time.monotonic()
+            received = sum(n for kind, n in self._bytes.items() if kind.startswith("received"))
+            sent = sum(n for kind, n in self._bytes.items() if kind.startswith("sent"))
+            then_s, received_then, sent_then, samples_then = self._last_read
+            self._last_read = (now_s, received, sent, self._samples)
+            elapsed_s = max(now_s - then_s, 1e-9)
+            samples = self._samples - samples_then
+            figures: dict[str, float] = {
+                "link_received_bytes": received,
+                "link_sent_bytes": sent,
+                "link_received_bytes_per_s": (received - received_then) / elapsed_s,
+                "link_sent_bytes_per_s": (sent - sent_then) / elapsed_s,
+                "rtt_s": min(self._rtts_s, default=0.0),
+                "link_samples": self._samples,
+                **self._bytes,
+                **self._counts,
+            }
+            if samples:
+                figures["received_bytes_per_sample"] = (received - received_then) / samples
+            return figures

@@ -1,0 +1,334 @@
+"""One learner's session with the gateway: credits, batches in flight, the mirror, and the streams that carry them.
+
+A session outlives its streams. It is named by the learner's random id; a stream that is cut is followed by
+another one that says which batch arrived last, and the session goes on from there.
+
+Invariant: a batch is sent only while fewer than `window` batches are sent and not acknowledged. Each was drawn
+when its credit was there, never before, so that its priorities are as fresh as the link allows.
+"""
+
+import logging
+import queue
+import threading
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from longhaul import codec
+from longhaul.buffer import ReplaySampler, ReplayServer
+from longhaul.channel import PART_BYTES
+from longhaul.errors import ConfigError, Corruption, LonghaulError, Refused, Stopped
+from longhaul.mirror import Mirror
+from longhaul.proto import longhaul_pb2 as pb
+from longhaul.types import DrawnSamples
+
+MAX_WINDOW = 1024
+MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
+_AUDIT_PERIOD_S = 10.0
+_AUDIT_SLOTS = 32
+_MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
+_AUTO_ROW_LEVEL = 3
+_QUEUED_MESSAGES = 8  # a slow reader holds the drawer back instead of filling memory
+
+
+class _InFlight:
+    """What the gateway must remember of a batch until its Ack."""
+
+    def __init__(self, drawn: DrawnSamples):
+        self.keys = drawn.keys
+        self.drawn_time_s = drawn.drawn_time_s
+
+
+class Session:
+    """The state that one learner keeps at one gateway.
+
+    Args:
+      opened: the stream's first message.
+      server: the replay to draw from.
+      counters: shared with the gateway: refused_priorities, corrupt_messages, rolled_back_batches ...
+
+    Raises:
+      ConfigError: sizes that can't work, each named.
+    """
+
+    def __init__(self, opened: pb.Open, server: ReplayServer, counters: dict[str, int]):
+        spec = server.spec
+        self.learner_id = opened.learner_id
+        self.epoch = opened.epoch
+        self.count = opened.batch_size * opened.minibatches
+        self._check_sizes(opened, spec.row_bytes, spec.stack)
+        self._server = server
+        self._spec = spec
+        self._counters = counters
+        self._mirror = Mirror(opened.cache_rows)
+        self._lock = threading.Condition()
+        self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
+        self._next_sequence = opened.last_sequence + 1
+        self._window = 1
+        self._row_level = _AUTO_ROW_LEVEL
+        self._next_audit_s = time.monotonic() + _AUDIT_PERIOD_S
+        self._stream: Stream | None = None
+        self.heard_time_s = time.monotonic()
+        self.priority_age_s = 0.0
+        self.table_figures = (0, 0)  # items inserted and sampled, as the gateway last read them
+
+    def _check_sizes(self, opened: pb.Open, row_bytes: int, stack: int) -> None:
+        if opened.batch_size < 1 or opened.minibatches < 1:
+            raise ConfigError("batch size and minibatches per pull must be at least 1")
+        rows = 2 * stack * self.count
+        if rows * row_bytes > MAX_BATCH_BYTES:
+            raise ConfigError(
+                f"a batch may need {rows} rows of {row_bytes} bytes, {rows * row_bytes} bytes in all; at most "
+                f"{MAX_BATCH_BYTES} are sent: lower config.learner.batch_size or config.learner.minibatches_per_pull"
+            )
+        if opened.cache_rows < rows:
+            raise ConfigError(
+                f"the learner's cache of {opened.cache_rows} rows can't hold the {rows} rows of one batch: raise "
+                f"config.learner.cache_bytes to {rows * row_bytes} or more"
+            )
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is open."""
+        return self._stream is not None and not self._stream.closed.is_set()
+
+    def attach(self, opened: pb.Open) -> "Stream":
+        """Opens a new stream for the session, ending the one before, and goes back to the last batch received."""
+        previous = self._stream
+        if previous is not None:
+            previous.close()
+            previous.join()
+        with self._lock:
+            lost = [s for s in self._in_flight if s > opened.last_sequence]
+            for sequence in lost:
+                del self._in_flight[sequence]
+            self._counters["rolled_back_batches"] += len(lost)
+            self._mirror.roll_back(opened.last_sequence)
+            self._next_sequence = opened.last_sequence + 1
+            self._set_window(opened.window)
+            self._row_level = opened.row_level or _AUTO_ROW_LEVEL
+            self.heard_time_s = time.monotonic()
+        self._stream = Stream(self)
+        return self._stream
+
+    def close(self) -> None:
+        """Ends the session's stream."""
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def next_sequence(self) -> int:
+        """Sequence of the next batch."""
+        return self._next_sequence
+
+    @property
+    def acked_sequence(self) -> int:
+        """Highest sequence with all acks up to it applied."""
+        with self._lock:
+            return next(iter(self._in_flight), self._next_sequence) - 1
+
+    def _set_window(self, window: int) -> None:
+        self._window = min(max(1, window), MAX_WINDOW)
+
+    def apply_ack(self, ack: pb.Ack) -> None:
+        """Applies the priorities of one batch and takes its credit back. A repeated Ack is passed over.
+
+        Raises:
+          Corruption: the priorities are not those of one batch.
+        """
+        with self._lock:
+            self._set_window(ack.window)
+            batch = self._in_flight.get(ack.sequence)
+        if batch is None:
+            return
+        priorities = codec.unpack_priorities(ack.priorities, ack.width, self.count)
+        good = np.isfinite(priorities) & (priorities >= 0)
+        refused = self.count - int(np.count_nonzero(good))
+        if refused:
+            self._counters["refused_priorities"] += refused
+        self._server.update_priorities(batch.keys[good], np.minimum(priorities[good], _MAX_PRIORITY))
+        self.priority_age_s = time.monotonic() - batch.drawn_time_s
+        with self._lock:
+            self._in_flight.pop(ack.sequence, None)
+            self._mirror.confirm(ack.sequence)
+            self._lock.notify_all()
+
+    def wait_credit(self, closed: threading.Event) -> None:
+        """Waits until one more batch may be in flight.
+
+        Raises:
+          Stopped: the stream was closed meanwhile.
+        """
+        with self._lock:
+            while len(self._in_flight) >= self._window and not closed.is_set():
+                self._lock.wait(0.2)
+        if closed.is_set():
+            raise Stopped("the stream was closed")
+
+    def wake(self) -> None:
+        """Wakes a drawer that waits for credit, to see that its stream is closed."""
+        with self._lock:
+            self._lock.notify_all()
+
+    def make_batch(self, drawn: DrawnSamples) -> tuple[pb.Batch, bytes]:
+        """Places the rows of a draw, remembers its keys, and returns the message and all its compressed rows."""
+        with self._lock:
+            sequence = self._next_sequence
+            self._next_sequence += 1
+            placement = self._mirror.place(sequence, drawn.row_ids)
+            self._in_flight[sequence] = _InFlight(drawn)
+        new_rows = drawn.rows[drawn.row_index.reshape(-1)[placement.new_places]]
+        rows = codec.compress(new_rows.tobytes(), self._row_level) if len(new_rows) else b""
+        columns = codec.Columns(
+            placement.slots, drawn.actions, drawn.returns, drawn.discounts, drawn.probabilities.astype(np.float32)
+        )
+        inserts, samples = self.table_figures
+        message = pb.Batch(
+            sequence=sequence,
+            count=self.count,
+            columns=codec.pack_columns(columns),
+            columns_bytes=codec.columns_bytes(self.count, self._spec.stack),
+            table_size=drawn.table_size,
+            new_slots=placement.new_slots.astype("<i4").tobytes(),
+            rows_bytes=new_rows.size,
+            rows_wire_bytes=len(rows),
+            rows=rows[:PART_BYTES],
+            acked_sequence=self.acked_sequence,
+            inserts=inserts,
+            samples=samples,
+            policy_version=float(drawn.policy_versions.mean()),
+            mean_priority=float(drawn.priorities.mean()),
+            priority_age_s=self.priority_age_s,
+        )
+        self._audit(message, drawn, placement.slots)
+        message.draw_age_s = time.monotonic() - drawn.drawn_time_s
+        return message, rows
+
+    def _audit(self, message: pb.Batch, drawn: DrawnSamples, slots: np.ndarray) -> None:
+        """Now and then states what some of the batch's slots must hold, for the learner to look."""
+        now_s = time.monotonic()
+        if now_s < self._next_audit_s:
+            return
+        self._next_audit_s = now_s + _AUDIT_PERIOD_S
+        places = np.linspace(0, slots.size - 1, min(_AUDIT_SLOTS, slots.size)).astype(np.int64)
+        contents = drawn.rows[drawn.row_index.reshape(-1)[places]]
+        message.audit_slots = slots.reshape(-1)[places].astype("<i4").tobytes()
+        message.audit_crc32 = zlib.crc32(contents.tobytes())
+
+
+class Stream:
+    """One gRPC stream of a session: a drawer thread fills a short queue, the handler empties it.
+
+    Attributes:
+      closed: set when either end is done with it.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self.closed = threading.Event()
+        self._messages: queue.Queue[pb.SampleResponse] = queue.Queue(_QUEUED_MESSAGES)
+        self._error: Exception | None = None
+        self._drawer = threading.Thread(target=self._draw, name="drawer", daemon=True)
+
+    def start(self) -> None:
+        """Begins to draw."""
+        self._drawer.start()
+
+    def close(self) -> None:
+        """Ends the stream from any thread; returns at once."""
+        self.closed.set()
+        self._session.wake()
+
+    def join(self) -> None:
+        """Waits until nothing is drawn any more, so that the session's state is still.
+
+        Raises:
+          LonghaulError: the drawer did not end in time.
+        """
+        if self._drawer.ident is not None:
+            self._drawer.join(30.0)
+            if self._drawer.is_alive():
+                raise LonghaulError("the stream before this one does not end")
+
+    def receive(self, requests: Iterator[pb.SampleRequest]) -> None:
+        """Applies what the learner sends until it ends; runs in a thread of its own."""
+        session = self._session
+        try:
+            for request in requests:
+                session.heard_time_s = time.monotonic()
+                kind = request.WhichOneof("kind")
+                if kind == "ack":
+                    session.apply_ack(request.ack)
+                elif kind == "ping":
+                    pong = pb.Pong(id=request.ping.id, acked_sequence=session.acked_sequence)
+                    self._put(pb.SampleResponse(pong=pong))
+                else:
+                    raise Corruption(f"a stream carries acks and pings after its first message, not {kind!r}")
+        except Stopped:
+            pass
+        except Corruption as error:
+            session._counters["corrupt_messages"] += 1
+            self._fail(Refused(str(error)))
+        except Exception as error:
+            # gRPC ends the iterator with an error of its own when the stream is cut.
+            if not self.closed.is_set():
+                logging.debug("the learner's stream ended: %s", error)
+        finally:
+            self.close()
+
+    def messages(self) -> Iterator[pb.SampleResponse]:
+        """Yields what is to be sent, until the stream is closed; raises what went wrong at this end."""
+        while not self.closed.is_set():
+            try:
+                yield self._messages.get(timeout=0.2)
+            except queue.Empty:
+                continue
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, message: pb.SampleResponse) -> None:
+        while not self.closed.is_set():
+            try:
+                return self._messages.put(message, timeout=0.2)
+            except queue.Full:
+                continue
+        raise Stopped("the stream was closed")
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self.close()
+
+    def _draw(self) -> None:
+        session = self._session
+        try:
+            sampler = ReplaySampler(session._server, session.count)
+            while True:
+                session.wait_credit(self.closed)
+                message, rows = session.make_batch(sampler.draw(self.closed))
+                self._put(pb.SampleResponse(batch=message))
+                for offset in range(PART_BYTES, len(rows), PART_BYTES):
+                    part = pb.RowsPart(
+                        sequence=message.sequence, offset=offset, data=rows[offset : offset + PART_BYTES]
+                    )
+                    self._put(pb.SampleResponse(part=part))
+        except Stopped:
+            pass
+        except Exception as error:
+            self._fail(error)
+
+
+def figures(session: Session | None) -> dict[str, Any]:
+    """Returns what metrics show of a session."""
+    if session is None:
+        return {"learner_connected": 0}
+    return {
+        "learner_connected": int(session.connected),
+        "window": session._window,
+        "batches_in_flight": len(session._in_flight),
+        "mirror_rows": len(session._mirror),
+        "priority_age_s": session.priority_age_s,
+    }
