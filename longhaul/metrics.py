@@ -126,15 +126,15 @@ def read_jsonl(workdir: Path, role: str) -> list[dict[str, Any]]:
     return MetricsTail(workdir, role).read_new()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a whole file so that a reader sees the old text or the new one, never a part.
+def write_atomically(path: Path, contents: str | bytes) -> None:
+    """Writes a whole file so that a reader sees the old contents or the new ones, never a part.
 
     Raises:
       OSError: the folder can't be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text)
+    part.write_bytes(contents.encode() if isinstance(contents, str) else contents)
     os.replace(part, path)
 
 

@@ -1,0 +1,22 @@
+"""CartPole-v1 from its state vector: the newcomer's run.
+
+  python -m launchers.local --config=configs/cartpole.py --link=rtt_ms=50,rate_mbit=20     (`make train`)
+
+Time: TIME
+Score: mean greedy return over 20 episodes at least 475 (of 500), where the run ends as solved.
+
+From RL Baselines3 Zoo's DQN for CartPole-v1 (hyperparams/dqn.yml): the 256x256 network, learning rate 2.3e-3, batch 64,
+replay 100,000, first sample at 1,000, discount 0.99. Ours: prioritized replay, n-step 3, double and dueling targets, and the
+exploration ladder as in Ape-X (Horgan et al. 2018).
+"""
+
+from ml_collections import config_dict
+
+from longhaul import config as config_lib
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = config_lib.default()
+    config.env.id = "CartPole-v1"
+    config.evaluation.target_return = 475.0
+    return config

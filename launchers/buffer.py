@@ -1,0 +1,46 @@
+"""The site's buffer node: the prioritized replay, and the gateway that the learner reaches across the link.
+
+  python -m launchers.buffer --config=configs/cartpole.py --workdir=runs/mine
+
+Listens on loopback unless told otherwise. Actors of the site and the learner both give this node's address as
+--gateway. Writes gateway.json with the address into --workdir once it answers.
+"""
+
+import json
+
+from absl import flags
+from ml_collections import config_dict
+
+from launchers import command_line, reverb_check
+from longhaul import workers
+from longhaul.metrics import MetricsWriter, write_atomically
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "address the gateway listens on")
+_PORT = flags.DEFINE_integer("port", 7720, "port the gateway listens on; 0 takes a free one", lower_bound=0)
+_REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
+flags.adopt_module_key_flags(command_line)
+
+
+def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
+    reverb_check.check_versions()
+    from longhaul.gateway import Gateway  # brings TensorFlow: not for --help or a mistyped flag
+
+    workdir = command_line.workdir()
+    metrics = MetricsWriter(workdir, "gateway", config.metrics.tensorboard)
+    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value)
+    gateway.start()
+    try:
+        address = f"{_HOST.value}:{gateway.port}"
+        if workdir is not None:
+            write_atomically(workdir / "gateway.json", json.dumps({"address": address}) + "\n")
+        seconds = 0.0
+        while not signals.stop.wait(config.metrics.period_s):
+            seconds += config.metrics.period_s
+            metrics.write(int(seconds), gateway.read_stats())
+    finally:
+        gateway.stop()
+        metrics.close()
+
+
+if __name__ == "__main__":
+    command_line.run(main, "buffer")
