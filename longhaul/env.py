@@ -194,7 +194,8 @@ def _make_base(config: config_dict.ConfigDict) -> gymnasium.Env:
     settings = config.env
     spec = _find_spec(settings.id)
     kwargs = settings.kwargs.to_dict()
-    if settings.atari.preprocess and kwargs.setdefault("frameskip", 1) != 1:
+    is_ale = str(spec.entry_point).startswith("ale_py")
+    if settings.atari.preprocess and is_ale and kwargs.setdefault("frameskip", 1) != 1:
         raise ConfigError(
             f"config.env.kwargs.frameskip is {kwargs['frameskip']}, and must be 1 with config.env.atari.preprocess: "
             "use config.env.atari.frame_skip"
