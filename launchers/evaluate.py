@@ -53,7 +53,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     spec = env.make_spec(config)
     if _GATEWAY.value:
         command_line.parse_address(_GATEWAY.value, "gateway")
-        _evaluate_site(config, spec, signals.stop)
+        _evaluate_site(config, spec, _GATEWAY.value, signals.stop)
         return
     payload = (
         _read_checkpoint(Path(_CHECKPOINT.value)) if _CHECKPOINT.value else _read_weights(Path(_WEIGHTS.value or ""))
@@ -80,15 +80,15 @@ def _read_weights(path: Path) -> bytes:
         raise ConfigError(f"--weights={path} can't be read: {error.strerror}") from error
 
 
-def _evaluate_site(config: config_dict.ConfigDict, spec: ExperienceSpec, stop: threading.Event) -> None:
+def _evaluate_site(config: config_dict.ConfigDict, spec: ExperienceSpec, address: str, stop: threading.Event) -> None:
     from longhaul.site_client import SiteClient
 
-    site = SiteClient(_GATEWAY.value, "reader", stop)
+    site = SiteClient(address, "reader", stop)
     try:
         different = site.announce(None).spec.differences(spec)
         if different:
             raise MismatchError(
-                f"--gateway={_GATEWAY.value} holds another experience than --config makes: {'; '.join(different)}"
+                f"--gateway={address} holds another experience than --config makes: {'; '.join(different)}"
             )
         site.start()
         if _WATCH.value:
@@ -148,3 +148,7 @@ def _evaluate(
         "length_mean": float(lengths.mean()),
         "capped": int(np.sum(result.capped)),
     }
+
+
+if __name__ == "__main__":
+    command_line.run(main, "evaluate")

@@ -63,6 +63,12 @@ class RunFigures:
         return int(sum(self.over_actors("env_steps")))
 
     @property
+    def bytes_per_sample(self) -> float | None:
+        """Bytes received across the link over samples, since the run's start; None before the first sample."""
+        samples, received = self.of("learner", "link_samples"), self.of("learner", "link_received_bytes")
+        return received / samples if samples and received is not None else None
+
+    @property
     def evaluated_return(self) -> float | None:
         """Mean return of the newest greedy evaluation."""
         return self.of("evaluator", "return_mean")
@@ -85,9 +91,9 @@ def shown_figures(figures: RunFigures, elapsed_s: float) -> dict[str, str]:
         "return (actors)": _number(figures.explored_return),
         "loss": _number(figures.of("learner", "loss")),
         "samples/s": _number(figures.of("learner", "samples_per_s")),
-        "link": _bytes_per_s(figures.of("learner", "bytes_received_per_s")),
+        "link": _bytes_per_s(figures.of("learner", "link_received_bytes_per_s")),
         "window": _number(figures.of("learner", "window")),
-        "RTT": "-" if rtt_s is None else f"{1000 * rtt_s:.0f} ms",
+        "RTT": "-" if not rtt_s else f"{1000 * rtt_s:.0f} ms",
     }
 
 
