@@ -2,15 +2,15 @@
 
   python -m launchers.local --config=configs/breakout.py --link=rtt_ms=50,rate_mbit=100
 
-Time: days on 2 cores; the published scores took 50 million agent steps. A GPU for the learner and more actors shorten it.
-Score: Rainbow reports 379.5 for the prioritized double DQN and 417.5 for itself (Hessel et al. 2018, table 6, no-op
-starts, median human-normalised protocol); short runs here show a return that rises, no more.
+Time: days on 2 cores, since the published score took 200 million frames; a GPU and more actors shorten it.
+Score: 417.5 for Rainbow at that length (Hessel et al. 2018, no-op starts). A run of minutes shows a return that
+starts to rise, no more.
 
-Preprocessing as in Mnih et al. 2015, set out by Machado et al. 2018: 4 frames an action, maximum over two frames, grey, 84x84,
-4 frames stacked, rewards clipped to their sign, up to 30 no-ops at the start, no sticky actions. Network: Nature CNN,
-dueling. Learner: Adam at 6.25e-5 with epsilon 1.5e-4, n-step 3, importance weights from 0.4 to 1 (Rainbow); batch,
-priority exponent 0.6, exploration ladder and target period in updates as Ape-X (Horgan et al. 2018), the batch a quarter of its 512 so that
-2 cores can follow.
+Preprocessing as in Mnih et al. 2015, set out by Machado et al. 2018: 4 frames an action, the maximum of the last two,
+grey, 84x84, 4 frames stacked, rewards clipped to their sign, up to 30 no-ops at the start, no sticky actions. Network:
+the Nature CNN, dueling. From Rainbow (Hessel et al. 2018): Adam at 6.25e-5 with epsilon 1.5e-4, n-step 3. From Ape-X
+(Horgan et al. 2018): priority exponent 0.6, exploration ladder, target copied every 2,500 updates, gradient norm 40.
+The batch is a quarter of Ape-X's 512 and replay a twentieth of its 2 million, so that 2 cores can follow.
 """
 
 from ml_collections import config_dict

@@ -5,9 +5,9 @@
 Time: TIME
 Score: mean greedy return over 20 episodes at least 200, where the run ends as solved.
 
-From RL Baselines3 Zoo's DQN for LunarLander (hyperparams/dqn.yml): the 256x256 network, learning rate 6.3e-4, batch 128,
-replay 50,000, target copied every 250 updates, discount 0.99. Ours: prioritized replay, n-step 3, double and dueling targets, and
-the exploration ladder as in Ape-X (Horgan et al. 2018).
+The 256x256 network, learning rate 6.3e-4, batch 128, replay of 50,000, target copied every 250 updates and discount
+0.99 are those of RL Baselines3 Zoo's DQN for LunarLander (hyperparams/dqn.yml). Prioritized replay, n-step 3, double
+and dueling targets and the exploration ladder are Ape-X's (Horgan et al. 2018).
 """
 
 from ml_collections import config_dict

@@ -64,9 +64,10 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
         run.plot()
     _print_end(summary, workdir)
     if outcome == "target missed":
+        limit, target = config.learner.max_updates, config.evaluation.target_return
         workers.print_reason(
-            f"the mean return is {summary['return_mean']} after config.learner.max_updates "
-            f"({config.learner.max_updates}), below config.evaluation.target_return ({config.evaluation.target_return:g})"
+            f"the mean return is {summary['return_mean']} after config.learner.max_updates ({limit}), "
+            f"below config.evaluation.target_return ({target:g})"
         )
         return 1
     return 0
