@@ -28,10 +28,11 @@ from longhaul.errors import Corruption, Stopped
 from longhaul.metrics import MetricsWriter
 from longhaul.nstep import NStepAccumulator
 from longhaul.policy import Policy
-from longhaul.site_client import SiteClient
+from longhaul.site_client import SiteClient, SiteDescription
 from longhaul.streams import Events, Streams
 from longhaul.types import ROW_COUNTER_BITS, ROW_INCARNATION_BITS, ExperienceSpec, NStepTransition, Snapshot
 
+_MAX_PRIORITY = 1e38  # returns are stored as float32
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
 
 
@@ -183,7 +184,7 @@ class Actor:
         self._adopted_time_s = 0.0
         self._progress = _Progress()
         self._writer: TransitionWriter | None = None
-        self._replay_address = ""
+        self._description: SiteDescription | None = None
 
     def run(self) -> None:
         """Acts until the stop event is set, then returns.
@@ -193,11 +194,11 @@ class Actor:
           MismatchError, Refused: the gateway won't have this actor.
         """
         try:
-            self._replay_address = self._site.announce(self._spec).replay_address
+            self._description = self._site.announce(self._spec)
             self._site.start()
             config = self._config.actor
             self._writer = self._open_writer(
-                self._replay_address,
+                self._description.replay_address,
                 self._spec,
                 self._streams.num_streams,
                 # The oldest row of a transition's first stack, up to the row it bootstraps from, and the next
@@ -208,9 +209,10 @@ class Actor:
             )
             self._begin(self._streams.start())
             while not self._stop.is_set():
-                self._wait_while_paused()
-                self._look_for_weights()
-                self._act()
+                if not self._paused():
+                    self._look_for_restart()
+                    self._look_for_weights()
+                    self._act()
                 self._report_if_due()
         except Stopped:
             logging.info("the actor was stopped after %d environment steps", self._progress.env_steps)
@@ -297,17 +299,25 @@ class Actor:
             self._write(held, values[held.stream])
 
     def _write(self, held: _Held, value: float) -> None:
-        """Writes one transition with its first priority, unless that is not finite: Reverb would take it."""
+        """Writes one transition with its first priority, unless it is not finite as a float32: Reverb would take it."""
         assert self._writer is not None
         transition = held.transition
         target = transition.n_step_return
         if transition.discount:
             target += transition.discount * value
         priority = abs(target - held.q_value) + self._config.replay.priority_epsilon
-        if not math.isfinite(priority):
+        if not priority <= _MAX_PRIORITY:
             self._progress.refused_transitions += 1
             return
         self._writer.add_transition(held.stream, transition, held.policy_version, priority)
+
+    def _look_for_restart(self) -> None:
+        """Goes over to the replay of a buffer node that has restarted; the site's client has announced again."""
+        assert self._writer is not None
+        description = self._site.description
+        if description is not self._description:
+            self._description = description
+            self._writer.reconnect(description.replay_address)
 
     def _look_for_weights(self) -> None:
         """Adopts what the gateway holds if that is not what is held here, be it newer or, after its restart, older."""
@@ -326,13 +336,14 @@ class Actor:
         self._adopted = (snapshot.epoch, snapshot.version)
         self._adopted_time_s = time.monotonic()
 
-    def _wait_while_paused(self) -> None:
-        """Waits while the gateway asks to, in small steps, with the metrics going on."""
-        while self._site.paused and not self._stop.is_set():
-            began_s = time.monotonic()
-            self._stop.wait(_PAUSE_LOOK_S)
-            self._progress.paused_s += time.monotonic() - began_s
-            self._report_if_due()
+    def _paused(self) -> bool:
+        """Waits a little if the gateway asks actors to."""
+        if not self._site.paused:
+            return False
+        began_s = time.monotonic()
+        self._stop.wait(_PAUSE_LOOK_S)
+        self._progress.paused_s += time.monotonic() - began_s
+        return True
 
     def _report_if_due(self) -> None:
         now_s = time.monotonic()
