@@ -7,6 +7,7 @@ server that is pinged more often than it expects closes the connection (gRFC A8,
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -115,7 +116,7 @@ class Backoff:
     Args:
       what: for the deadline's message.
       stop: ends a wait at once.
-      deadline_s: of all tries together since the first failure; None tries for ever.
+      deadline_s: from the first try (this object's making) to giving up; None tries for ever.
     """
 
     def __init__(self, what: str, stop: threading.Event, cap_s: float = 5.0, deadline_s: float | None = None):
@@ -123,7 +124,7 @@ class Backoff:
         self._stop = stop
         self._cap_s = cap_s
         self._deadline_s = deadline_s
-        self._waited_s = 0.0
+        self._started_s = time.monotonic()
         self._next_s = 0.2
 
     def wait(self, error: LonghaulError) -> None:
@@ -133,10 +134,10 @@ class Backoff:
           Stopped: the stop event was set.
           DeadlineExceeded: the deadline has passed; the text tells of the last error.
         """
-        if self._deadline_s is not None and self._waited_s >= self._deadline_s:
-            raise DeadlineExceeded(f"{self._what}: gave up after {self._waited_s:.0f} s: {error}") from error
+        lasted_s = time.monotonic() - self._started_s
+        if self._deadline_s is not None and lasted_s >= self._deadline_s:
+            raise DeadlineExceeded(f"{self._what}: gave up after {lasted_s:.0f} s: {error}") from error
         pause_s = self._next_s * random.uniform(0.5, 1.0)
         if self._stop.wait(pause_s):
             raise Stopped(f"{self._what}: stopped") from error
-        self._waited_s += pause_s
         self._next_s = min(self._cap_s, self._next_s * 2)

@@ -31,6 +31,8 @@ from longhaul.window import Window
 
 _PING_PERIOD_S = 1.0
 _SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
+_OPENING_SILENCE_S = 5.0  # likewise before the first answer: TCP's own retries become rarer and rarer, ours don't
+_BACKOFF_CAP_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
 _PUBLISH_TIMEOUT_S = 120.0
 
@@ -51,6 +53,7 @@ class LinkClient:
       learner_id: random, one per learner process.
       stop: ends every wait with Stopped.
       deadline_s: of one outage; None tries for ever.
+      silence_s: without any message before the path is taken for dead.
     """
 
     def __init__(
@@ -60,12 +63,15 @@ class LinkClient:
         learner_id: int,
         stop: threading.Event,
         deadline_s: float | None = None,
+        silence_s: float = _SILENCE_S,
     ):
         self._address = gateway_address
         self._config = config.link
         self._learner_id = learner_id
         self._stop = stop
         self._deadline_s = deadline_s
+        self._silence_s = silence_s
+        self._resetting = False
         self._closed = threading.Event()
         self._channel = channel.open_channel(gateway_address)
         self._lock = threading.Lock()
@@ -168,7 +174,10 @@ class LinkClient:
         """Begins anew with an empty mirror: for a learner whose cache does not hold what it should."""
         assert self._open is not None
         self.meter.count("cache_resets")
-        self._open.run_id = ""
+        with self._lock:
+            self._resetting = True
+            self._open.run_id = ""
+            self._drain()
         if self._call is not None:
             self._call.cancel()
 
@@ -233,7 +242,7 @@ class LinkClient:
                 elif not isinstance(ours, Outage):
                     raise ours from None
                 if backoff is None or self.meter.connected:
-                    backoff = channel.Backoff(f"site {self._address}", self._stop, deadline_s=self._deadline_s)
+                    backoff = channel.Backoff(f"site {self._address}", self._stop, _BACKOFF_CAP_S, self._deadline_s)
                 if self.meter.outage_starts():
                     logging.warning(
                         "link to %s is cut, batch %d was the last: %s", self._address, self._last_sequence, ours
@@ -302,6 +311,7 @@ class LinkClient:
         assert self._open is not None
         with self._lock:
             if not opened.resumed:
+                self._resetting = False
                 dropped = self._drain()
                 self._unconfirmed.clear()
                 self._first_sequence = opened.next_sequence
@@ -359,11 +369,14 @@ class LinkClient:
         batch = unpack_batch(message, b"".join(assembly.rows), spec, self._open, self.meter.rtt_s)
         if message.sequence != self._last_sequence + 1:
             raise Corruption(f"batch {message.sequence} follows batch {self._last_sequence}")
-        self._last_sequence = message.sequence
+        with self._lock:
+            if self._resetting:
+                return
+            self._last_sequence = message.sequence
+            self._batches.put(batch)
         self._confirm(message.acked_sequence)
         self.meter.batch(message)
         self.window.arrived(message.draw_age_s + time.monotonic() - started_s)
-        self._batches.put(batch)
 
     # ---- pings and weights
 
@@ -371,7 +384,8 @@ class LinkClient:
         identity = 0
         while not self._closed.wait(_PING_PERIOD_S) and not self._stop.is_set():
             call = self._call
-            if call is not None and self.meter.silent_s() > _SILENCE_S:
+            patience_s = self._silence_s if self._requests is not None else _OPENING_SILENCE_S
+            if call is not None and self.meter.silent_s() > patience_s:
                 call.cancel()  # the stream's thread sees a cut and tries again
                 continue
             with self._lock:
