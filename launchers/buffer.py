@@ -7,6 +7,7 @@ Listens on loopback unless told otherwise. Actors of the site and the learner bo
 """
 
 import json
+import sys
 
 from absl import flags
 from ml_collections import config_dict
@@ -23,6 +24,7 @@ flags.adopt_module_key_flags(command_line)
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     reverb_check.check_versions()
+    keep_jax_out()
     from longhaul.gateway import Gateway  # brings TensorFlow: not for --help or a mistyped flag
 
     workdir = command_line.workdir()
@@ -40,6 +42,11 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     finally:
         gateway.stop()
         metrics.close()
+
+
+def keep_jax_out() -> None:
+    """Makes this process one without JAX: TensorFlow's converters load it where they find it, and do without it."""
+    sys.modules.setdefault("jax", None)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A run's progress as its processes write it: read from metrics/*.jsonl, shown on a terminal or as plain lines."""
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -43,7 +44,8 @@ class RunFigures:
                 self.newest[role].update(line)
                 if role == "evaluator" and line.get("return_mean") is not None:
                     self.evaluations += 1
-                    self.best_return = max(line["return_mean"], self.best_return or line["return_mean"])
+                    known = -math.inf if self.best_return is None else self.best_return
+                    self.best_return = max(line["return_mean"], known)
 
     def of(self, role: str, name: str) -> float | None:
         """Returns one role's newest figure, or None if there is none yet."""
@@ -112,6 +114,8 @@ class Progress:
     def show(self, figures: RunFigures, elapsed_s: float) -> None:
         """Renews the table, or prints a line if one is due."""
         shown = shown_figures(figures, elapsed_s)
+        if not figures.env_steps:
+            shown = {"time": shown["time"], "starting": "processes load their libraries"}
         if self._live is not None:
             self._live.update(self._table(shown))
         elif time.monotonic() - self._printed_s >= PLAIN_PERIOD_S:
