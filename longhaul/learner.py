@@ -1,0 +1,345 @@
+"""The learner: pulls batches over the link, trains on them, sends priorities back and weights out.
+
+One thread drives the device. It hands batch i+1 over before it looks at what came of batch i, but only if batch
+i+1 is already there: the device then never waits for the host, and no priority waits for a batch that is late.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import config_dict
+
+from longhaul import checkpoints, codec, device_cache, dqn, networks, train_step
+from longhaul.background import NewestOnly
+from longhaul.errors import LonghaulError, Stopped, WorkerFailed
+from longhaul.metrics import MetricsWriter
+from longhaul.types import Batch, ExperienceSpec, Params, Snapshot
+
+# Longest wait for a batch before the loop looks after its other duties.
+_WAIT_S = 0.2
+# For the last snapshot and the last checkpoint, within the time that an orderly stop may take.
+_CLOSE_TIMEOUT_S = 6.0
+
+
+class _InFlight(NamedTuple):
+    """A batch handed to the device and not yet acknowledged."""
+
+    sequence: int
+    report: jax.Array
+    received_time_s: float
+    draw_age_s: float
+
+
+class Publisher:
+    """Packs weights and hands them to the link, in a thread of its own: a big network takes a while to compress.
+
+    Args:
+      link: a LinkClient.
+      config: `link` is read.
+      epoch: of this learner.
+      version: last one published before; the next is one more.
+
+    Attributes:
+      version: last one published.
+      refused: weights not published because they are not finite.
+      not_before_s: time.monotonic() from which the byte budget allows the next.
+    """
+
+    def __init__(self, link: Any, config: config_dict.ConfigDict, epoch: int, version: int):
+        self._link = link
+        self._dtype = config.link.weights_dtype
+        self._budget_bytes_per_s = float(config.link.weights_budget_bytes_per_s)
+        self._epoch = epoch
+        self.version = version
+        self.refused = 0
+        self.not_before_s = 0.0
+        # Copied on the device, in its order: the learner goes on donating its own, and this one is read at leisure.
+        self._copy = jax.jit(_copy_and_check)
+        self._worker: NewestOnly[tuple[Params, jax.Array]] = NewestOnly("weights-publisher", self._publish)
+
+    def submit(self, params: Params) -> None:
+        """Publishes these weights unless newer ones overtake them; they may be donated afterwards."""
+        self._worker.submit(self._copy(params))
+
+    def check(self) -> None:
+        """Raises the thread's error, if it had one."""
+        self._worker.check()
+
+    def close(self, timeout_s: float) -> None:
+        """Publishes what waits, and ends."""
+        self._worker.close(timeout_s)
+
+    def _publish(self, copied: tuple[Params, jax.Array]) -> None:
+        params, finite = jax.device_get(copied)
+        if not finite:
+            self.refused += 1
+            logging.error("weights are not finite and were not published (%d times so far)", self.refused)
+            return
+        payload = codec.pack_weights(networks.flatten_params(params), self._dtype)
+        self._link.publish(Snapshot(self._epoch, self.version + 1, payload))
+        self.version += 1
+        if self._budget_bytes_per_s > 0:
+            self.not_before_s = time.monotonic() + len(payload) / self._budget_bytes_per_s
+
+
+def _copy_and_check(params: Params) -> tuple[Params, jax.Array]:
+    leaves = jax.tree_util.tree_leaves(params)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+    return jax.tree_util.tree_map(jnp.copy, params), finite
+
+
+class _Tally:
+    """What the loop counts between two lines of metrics."""
+
+    def __init__(self, skipped: int):
+        self.skipped = skipped
+        self.target_updates = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts the next line."""
+        self.started_s = time.monotonic()
+        self.idle_s = 0.0
+        self.updates = 0
+        self.batches = 0
+        self.batch_age_s = 0.0
+        self.sample_age_s = 0.0
+        self.new_rows = 0
+        self._sums = np.zeros(len(dqn.METRICS), np.float64)
+        self._applied = 0
+
+    def add(self, figures: np.ndarray) -> None:
+        """Adds [K, F] figures; the means leave out minibatches that were skipped, whose figures are not finite."""
+        applied = figures[:, dqn.METRICS.index("applied")] > 0
+        count = int(applied.sum())
+        self.updates += len(figures)
+        self.skipped += len(figures) - count
+        self._applied += count
+        self._sums += figures.sum(axis=0) if count == len(figures) else figures[applied].sum(axis=0)
+        self.target_updates += int(figures[applied, dqn.METRICS.index("target_moved")].sum())
+
+    def means(self) -> dict[str, float]:
+        """Returns the means since `begin`; NaN if nothing was applied."""
+        sums = self._sums / self._applied if self._applied else np.full(len(self._sums), np.nan)
+        return {n: float(x) for n, x in zip(dqn.METRICS, sums) if n not in ("applied", "target_moved")}
+
+
+class Learner:
+    """Trains until config.learner.max_updates or until stopped; goes on from a checkpoint where there is one.
+
+    Usage:
+      Learner(config, spec, link, metrics, workdir, stop, epoch).run()
+
+    Args:
+      config: the whole configuration.
+      spec: the experience, as the site described it.
+      link: a LinkClient that has described its site and is not open yet; the caller closes it.
+      metrics: where figures go.
+      workdir: the run's folder, for checkpoints.
+      stop: an orderly end, with a checkpoint.
+      epoch: greater than that of any learner before at this site.
+
+    Raises:
+      ConfigError: the rows fit no network, or the cache does not hold one batch.
+      MismatchError: workdir holds the checkpoint of another experience or network.
+    """
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        spec: ExperienceSpec,
+        link: Any,
+        metrics: MetricsWriter,
+        workdir: Path,
+        stop: threading.Event,
+        epoch: int,
+    ):
+        self._config, self._spec, self._link, self._metrics = config, spec, link, metrics
+        self._workdir, self._stop, self._epoch = workdir, stop, epoch
+        minibatches, batch_size = int(config.learner.minibatches_per_pull), int(config.learner.batch_size)
+        batch_rows = 2 * spec.stack * minibatches * batch_size
+        # Beyond its transitions' own rows replay holds those of episodes' ends: a quarter more is plenty.
+        useful_rows = config.replay.capacity * 5 // 4 + batch_rows
+        capacity = device_cache.capacity_rows(config.learner.cache_bytes, spec, batch_rows, useful_rows)
+        self._shape = train_step.BatchShape(minibatches, batch_size, capacity)
+
+        network = networks.make_network(spec, config)
+        optimizer = dqn.make_optimizer(config)
+        params = networks.init_params(network, spec, config.seed)
+        self._state = dqn.init_state(params, optimizer, config.seed)
+        restored = checkpoints.restore(workdir, self._state, spec, config)
+        version = 0
+        if restored is not None:
+            # Copies on the device: what it donates must be its own.
+            self._state = jax.tree_util.tree_map(lambda leaf: jnp.array(leaf, copy=True), restored[0])
+            version = restored[1].version
+            logging.info("going on from the checkpoint of update %d", restored[1].step)
+        self.updates = int(self._state.updates)
+        self._tally = _Tally(int(self._state.skipped))
+
+        self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype)
+        self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config))
+        self._copy_state = jax.jit(lambda state: jax.tree_util.tree_map(jnp.copy, state))
+        self._publisher = Publisher(link, config, epoch, version)
+        self._saver: NewestOnly[tuple[dqn.TrainState, checkpoints.Progress]] = NewestOnly("checkpoints", self._save)
+        self._failed_checkpoints = 0
+        self._cache_resets = 0
+        self._resetting = False
+        self._site_stats: dict[str, float] = {}
+        logging.info(
+            "learner on %s: %d weights, cache of %d rows (%.0f MiB)",
+            jax.devices()[0].device_kind,
+            sum(leaf.size for leaf in jax.tree_util.tree_leaves(params)),
+            capacity,
+            capacity * spec.row_bytes / 2**20,
+        )
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far for the loop; constant once every size has been seen."""
+        return self._train_step._cache_size() + self._cache.compilations
+
+    def run(self) -> None:
+        """Trains to the end.
+
+        Raises:
+          Refused, DeadlineExceeded, MismatchError, Corruption, WorkerFailed: training can't go on; it is saved.
+        """
+        self._link.open(self._shape.cache_rows, self._shape.batch_size, self._shape.minibatches, self._epoch)
+        try:
+            self._publisher.submit(self._state.params)
+            self._loop()
+        except Stopped:
+            logging.info("learner stopped at update %d", self.updates)
+        except LonghaulError:
+            with contextlib.suppress(LonghaulError):
+                self._finish()
+            raise
+        self._finish()
+
+    # ---- the loop
+
+    def _loop(self) -> None:
+        learner, metrics_period_s = self._config.learner, self._config.metrics.period_s
+        published_at, saved_s = self.updates, time.monotonic()
+        in_flight: _InFlight | None = None
+        self._tally.begin()
+        while self.updates < learner.max_updates and not self._stop.is_set():
+            asked_s = time.monotonic()
+            batch = self._link.next_batch(0.0 if in_flight else _WAIT_S)
+            now_s = time.monotonic()
+            if in_flight is None:
+                self._tally.idle_s += now_s - asked_s
+            newest = self._dispatch(batch) if batch is not None else None
+            if in_flight is not None:
+                self._settle(in_flight)
+            in_flight = newest
+            self._publisher.check()
+            if self.updates - published_at >= learner.publish_period_updates and now_s >= self._publisher.not_before_s:
+                self._publisher.submit(self._state.params)
+                published_at = self.updates
+            if now_s - saved_s >= learner.checkpoint_period_s:
+                self._saver.submit((self._copy_state(self._state), self._progress()))
+                saved_s = now_s
+            if now_s - self._tally.started_s >= metrics_period_s:
+                self._write_metrics()
+        if in_flight is not None:
+            self._settle(in_flight)
+
+    def _dispatch(self, batch: Batch) -> _InFlight | None:
+        """Puts a batch's new rows in place and hands it to the device; None if the cache does not hold its rows."""
+        train_step.check_batch(batch, self._spec, self._shape)
+        self._cache.insert(batch.new_slots, batch.new_rows)
+        if not self._rows_agree(batch):
+            return None
+        packed = train_step.pack_batch(batch)
+        with jax.transfer_guard_host_to_device("allow"):  # the one transfer that is meant, cheaper than device_put
+            self._state, report = self._train_step(self._state, self._cache.array, packed)
+        self.updates += self._shape.minibatches
+        self._tally.new_rows += len(batch.new_slots)
+        self._site_stats = batch.stats
+        return _InFlight(batch.sequence, report, batch.received_time_s, batch.stats.get("draw_age_s", 0.0))
+
+    def _settle(self, done: _InFlight) -> None:
+        """Waits for a batch's training and sends its priorities back."""
+        priorities, figures = train_step.split_report(jax.device_get(done.report), self._shape)
+        self._link.ack(done.sequence, priorities)
+        age_s = time.monotonic() - done.received_time_s
+        tally = self._tally
+        tally.add(figures)
+        tally.batches += 1
+        tally.batch_age_s += age_s
+        tally.sample_age_s += age_s + done.draw_age_s
+
+    def _rows_agree(self, batch: Batch) -> bool:
+        """Returns whether the cache holds this batch's rows; if not, begins anew with an empty cache, once."""
+        agree = self._cache.is_filled(batch.slots) and (
+            len(batch.audit_slots) == 0 or self._cache.crc32(batch.audit_slots) == batch.audit_crc32
+        )
+        if agree:
+            self._resetting = False
+        elif not self._resetting:
+            # Batches already on their way were placed by the old mirror: they fail this test too, and are passed over.
+            self._resetting = True
+            self._cache_resets += 1
+            logging.warning(
+                "batch %d: the row cache disagrees with the gateway's mirror; it begins anew", batch.sequence
+            )
+            self._cache.forget()
+            self._link.reset_cache()
+        return agree
+
+    # ---- what leaves the loop
+
+    def _progress(self) -> checkpoints.Progress:
+        return checkpoints.Progress(self.updates, self._epoch, self._publisher.version)
+
+    def _save(self, item: tuple[dqn.TrainState, checkpoints.Progress]) -> None:
+        try:
+            checkpoints.save(self._workdir, item[0], self._spec, self._config, item[1])
+        except OSError as error:
+            self._failed_checkpoints += 1
+            logging.error("no checkpoint at update %d, training goes on: %s", item[1].step, error)
+
+    def _write_metrics(self) -> None:
+        tally = self._tally
+        elapsed_s = max(time.monotonic() - tally.started_s, 1e-9)
+        samples = tally.updates * self._shape.batch_size
+        figures = {
+            **self._site_stats,
+            **self._link.read_stats(),
+            **tally.means(),
+            "updates": self.updates,
+            "updates_per_s": tally.updates / elapsed_s,
+            "samples_per_s": samples / elapsed_s,
+            "skipped_updates": tally.skipped,
+            "target_updates": tally.target_updates,
+            "idle_share": min(1.0, tally.idle_s / elapsed_s),
+            "batch_age_s": tally.batch_age_s / tally.batches if tally.batches else np.nan,
+            "sample_age_s": tally.sample_age_s / tally.batches if tally.batches else np.nan,
+            "new_rows_per_sample": tally.new_rows / samples if samples else np.nan,
+            "cache_resets": self._cache_resets,
+            "weights_version": self._publisher.version,
+            "refused_weights": self._publisher.refused,
+            "failed_checkpoints": self._failed_checkpoints,
+            "compilations": self.compilations,
+        }
+        self._metrics.write(self.updates, figures)
+        tally.begin()
+
+    def _finish(self) -> None:
+        """Publishes and saves what has been learned, and ends the threads."""
+        self._publisher.submit(self._state.params)
+        self._publisher.close(_CLOSE_TIMEOUT_S)
+        self._saver.submit((self._copy_state(self._state), self._progress()))
+        self._saver.close(_CLOSE_TIMEOUT_S)
+        self._write_metrics()
+        if self._failed_checkpoints and not checkpoints.complete_steps(self._workdir):
+            raise WorkerFailed(f"no checkpoint could be written to {self._workdir}: see the errors above")

@@ -1,0 +1,111 @@
+"""From a batch off the link to one call on the device: its checks, its packing, and the jitted step over K minibatches.
+
+A batch crosses to the device as one int32 array, floats by their bits, and comes back as one float32 array: at a
+thousand updates a second each further array would cost more than the numbers in it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longhaul.dqn import METRICS, Minibatch, TrainState, Update
+from longhaul.errors import Corruption, MismatchError
+from longhaul.types import Batch, ExperienceSpec
+
+# Columns of a packed transition after its slots.
+_SCALARS = ("actions", "returns", "discounts", "probabilities")
+
+TrainStep = Callable[[TrainState, jax.Array, np.ndarray], tuple[TrainState, jax.Array]]
+
+
+class BatchShape(NamedTuple):
+    """What every batch must look like.
+
+    Attributes:
+      minibatches: K.
+      batch_size: B.
+      cache_rows: slots are below it.
+    """
+
+    minibatches: int
+    batch_size: int
+    cache_rows: int
+
+
+def check_batch(batch: Batch, spec: ExperienceSpec, shape: BatchShape) -> None:
+    """Checks shapes, dtypes and ranges, before anything of a batch is used; a silent broadcast would train on nonsense.
+
+    Returns and discounts may be non-finite: the update they would spoil is left out and counted.
+
+    Raises:
+      MismatchError: a column's shape or dtype is not what was asked for.
+      Corruption: a slot or an action is out of range.
+    """
+    lead = (shape.minibatches, shape.batch_size)
+    expected = (
+        ("slots", np.int32, (*lead, 2 * spec.stack)),
+        ("actions", np.int32, lead),
+        ("returns", np.float32, lead),
+        ("discounts", np.float32, lead),
+        ("probabilities", np.float32, lead),
+        ("new_slots", np.int32, batch.new_slots.shape[:1]),
+        ("new_rows", np.dtype(spec.row_dtype), (*batch.new_slots.shape[:1], *spec.row_shape)),
+    )
+    for name, dtype, wanted in expected:
+        column = getattr(batch, name)
+        if column.dtype != dtype or column.shape != wanted:
+            raise MismatchError(
+                f"batch {batch.sequence}: {name} is {column.dtype.name}{list(column.shape)}, and must be "
+                f"{np.dtype(dtype).name}{list(wanted)}"
+            )
+    for name, limit in (("slots", shape.cache_rows), ("actions", spec.num_actions)):
+        # Seen without its sign a negative number is larger than any limit: one pass tests both ends.
+        if getattr(batch, name).view(np.uint32).max() >= limit:
+            raise Corruption(f"batch {batch.sequence}: {name} are not all from 0 to {limit - 1}")
+
+
+def pack_batch(batch: Batch) -> np.ndarray:
+    """Returns int32 [K, B, 2*stack + 4]: slots, then the scalars by their bits.
+
+    The array is new: the batch's own may be used again by who made them. (On a CPU, jax may go on reading a numpy array
+    that it was given, google/jax issue 37830; nobody else holds this one.)
+    """
+    columns = batch.slots.shape[-1]
+    packed = np.empty((*batch.slots.shape[:-1], columns + len(_SCALARS)), np.int32)
+    packed[..., :columns] = batch.slots
+    for i, name in enumerate(_SCALARS):
+        packed[..., columns + i] = getattr(batch, name).view(np.int32)
+    return packed
+
+
+def _unpack(packed: jax.Array) -> Minibatch:
+    slots, *scalars = jnp.split(packed, [packed.shape[-1] - 4 + i for i in range(4)], axis=-1)
+    actions, *floats = (scalar.squeeze(-1) for scalar in scalars)
+    return Minibatch(slots, actions, *(jax.lax.bitcast_convert_type(x, jnp.float32) for x in floats))
+
+
+def make_train_step(update: Update) -> TrainStep:
+    """Returns the jitted `(state, cache, packed batch) -> (state, report)`; the state is donated, the cache only read.
+
+    Minibatches follow each other, the second trained from where the first has got to. The report is float32
+    [K*B + K*F]: the priorities, then for each minibatch the F figures of `dqn.METRICS`.
+    """
+
+    def train_step(state: TrainState, cache: jax.Array, packed: jax.Array) -> tuple[TrainState, jax.Array]:
+        def one(state: TrainState, minibatch: Minibatch) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+            state, priorities, metrics = update(state, cache, minibatch)
+            return state, (priorities, jnp.stack([metrics[name] for name in METRICS]))
+
+        state, (priorities, figures) = jax.lax.scan(one, state, _unpack(packed))
+        return state, jnp.concatenate([priorities.reshape(-1), figures.reshape(-1)])
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def split_report(report: np.ndarray, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
+    """Returns priorities float32 [K, B] and figures float32 [K, F]."""
+    count = shape.minibatches * shape.batch_size
+    return report[:count].reshape(shape.minibatches, shape.batch_size), report[count:].reshape(shape.minibatches, -1)

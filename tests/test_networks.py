@@ -1,0 +1,178 @@
+"""Networks: which rows get which network, what is scaled, and how weights become flat dicts."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from longhaul import codec, networks
+from longhaul.config import default
+from longhaul.errors import ConfigError
+from longhaul.types import ExperienceSpec
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def make_spec(row_shape, row_dtype="float32", stack=1, num_actions=3):
+    return ExperienceSpec("Test-v0", row_shape, row_dtype, stack, num_actions, n_step=1, gamma=0.99)
+
+
+def make_config(**agent):
+    config = default()
+    config.agent.hidden = (16, 8)
+    config.agent.update(agent)
+    return config
+
+
+def values_of(spec, config, rows, seed=0):
+    network = networks.make_network(spec, config)
+    return np.asarray(jax.jit(network.apply)(networks.init_params(network, spec, seed), rows))
+
+
+def random_rows(spec, batch=5, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (batch, spec.stack, *spec.row_shape)
+    if spec.row_dtype == "uint8":
+        return rng.integers(0, 256, shape, np.uint8)
+    return rng.standard_normal(shape).astype(spec.row_dtype)
+
+
+@pytest.mark.parametrize(
+    "row_shape, row_dtype, stack, kind",
+    [
+        ((4,), "float32", 1, networks.MLP),
+        ((7,), "uint8", 3, networks.MLP),
+        ((36, 36), "uint8", 4, networks.NatureCNN),
+        ((40, 36, 3), "uint8", 2, networks.NatureCNN),
+        ((36, 36, 1), "float32", 1, networks.NatureCNN),
+    ],
+)
+@pytest.mark.parametrize("dueling", [True, False])
+def test_auto_chooses_by_the_rank_of_a_row_and_gives_one_value_per_action(row_shape, row_dtype, stack, kind, dueling):
+    spec, config = make_spec(row_shape, row_dtype, stack), make_config(dueling=dueling)
+    assert isinstance(networks.make_network(spec, config), kind)
+    q = values_of(spec, config, random_rows(spec))
+    assert q.shape == (5, 3) and q.dtype == np.float32 and np.isfinite(q).all()
+
+
+def test_the_nature_network_has_the_layers_of_the_paper():
+    spec = make_spec((84, 84), "uint8", stack=4, num_actions=6)
+    config = make_config(hidden=(512,), dueling=False)
+    flat = networks.flatten_params(networks.init_params(networks.make_network(spec, config), spec, 0))
+    shapes = {path: leaf.shape for path, leaf in flat.items() if path.endswith("kernel")}
+    assert shapes == {
+        "params/conv_0/kernel": (8, 8, 4, 32),
+        "params/conv_1/kernel": (4, 4, 32, 64),
+        "params/conv_2/kernel": (3, 3, 64, 64),
+        "params/dense/kernel": (7 * 7 * 64, 512),
+        "params/head/q/kernel": (512, 6),
+    }
+
+
+@pytest.mark.parametrize("row_shape", [(6,), (36, 36)])
+def test_uint8_is_scaled_once_and_float32_never(row_shape):
+    config = make_config()
+    as_bytes, as_floats = make_spec(row_shape, "uint8"), make_spec(row_shape, "float32")
+    rows = random_rows(as_bytes)
+    scaled = values_of(as_bytes, config, rows)
+    np.testing.assert_allclose(
+        scaled, values_of(as_floats, config, rows.astype(np.float32) / 255), rtol=1e-4, atol=1e-5
+    )
+    unscaled = values_of(as_floats, config, rows.astype(np.float32))
+    assert np.abs(unscaled - scaled).max() > 1.0
+
+
+def test_other_small_dtypes_keep_their_values():
+    config = make_config()
+    rows = np.arange(10).reshape(5, 1, 2)
+    expected = values_of(make_spec((2,)), config, rows.astype(np.float32))
+    for dtype in ("int32", "int16", "float16"):
+        np.testing.assert_allclose(values_of(make_spec((2,), dtype), config, rows.astype(dtype)), expected, rtol=1e-6)
+
+
+def test_stacked_frames_of_an_image_are_channels_oldest_first():
+    spec = make_spec((36, 36), "uint8", stack=2)
+    as_channels = make_spec((36, 36, 2), "uint8", stack=1)
+    rows = random_rows(spec)
+    np.testing.assert_array_equal(
+        values_of(spec, make_config(), rows), values_of(as_channels, make_config(), np.moveaxis(rows, 1, -1)[:, None])
+    )
+
+
+def test_the_dueling_head_centres_advantages_and_the_flag_changes_the_network():
+    spec = make_spec((4,))
+    network = networks.make_network(spec, make_config(dueling=True))
+    params = networks.init_params(network, spec, 0)
+    flat = networks.flatten_params(params)
+    rows = random_rows(spec)
+    # A constant added to all advantages changes nothing; one added to the value moves all by as much.
+    q = np.asarray(network.apply(params, rows))
+    shifted = dict(flat, **{"params/head/advantage/bias": flat["params/head/advantage/bias"] + 5})
+    np.testing.assert_allclose(network.apply(networks.unflatten_params(shifted), rows), q, atol=1e-5)
+    raised = dict(flat, **{"params/head/value/bias": flat["params/head/value/bias"] + 5})
+    np.testing.assert_allclose(network.apply(networks.unflatten_params(raised), rows), q + 5, atol=1e-5)
+    plain = networks.make_network(spec, make_config(dueling=False))
+    assert "params/head/q/bias" in networks.flatten_params(networks.init_params(plain, spec, 0))
+
+
+def test_the_mlp_can_be_asked_for_on_images():
+    spec = make_spec((10, 10, 4), "uint8")
+    assert values_of(spec, make_config(network="mlp"), random_rows(spec)).shape == (5, 3)
+
+
+@pytest.mark.parametrize(
+    "network, row_shape, says",
+    [
+        ("auto", (), "shape ()"),
+        ("auto", (2, 3, 4, 5), "shape (2, 3, 4, 5)"),
+        ("nature", (4,), "shape (4,)"),
+        ("auto", (10, 10, 4), "at least 36x36"),
+        ("nature", (84, 35), "shape (84, 35)"),
+        ("mlp", (), "shape ()"),
+        ("mlp", (0,), "shape (0,)"),
+    ],
+)
+def test_rows_that_fit_no_network_are_refused_by_field_and_shape(network, row_shape, says):
+    with pytest.raises(ConfigError) as refused:
+        networks.make_network(make_spec(row_shape), make_config(network=network))
+    assert "config.agent.network" in str(refused.value) and says in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex64"])
+def test_dtypes_that_a_device_would_narrow_are_refused(dtype):
+    with pytest.raises(ConfigError, match=dtype):
+        networks.make_network(make_spec((4,), dtype), make_config())
+
+
+def test_the_seed_decides_the_weights():
+    spec = make_spec((4,))
+    network = networks.make_network(spec, make_config())
+    one, same, other = (networks.flatten_params(networks.init_params(network, spec, seed)) for seed in (0, 0, 1))
+    for path in one:
+        np.testing.assert_array_equal(one[path], same[path])
+    assert any((one[path] != other[path]).any() for path in one)
+
+
+def test_flat_weights_come_back_through_the_codec_as_the_same_network():
+    spec, config = make_spec((4,)), make_config()
+    network = networks.make_network(spec, config)
+    params = networks.init_params(network, spec, 3)
+    payload = codec.pack_weights(networks.flatten_params(params), "float32")
+    again = networks.unflatten_params(codec.unpack_weights(payload))
+    rows = random_rows(spec)
+    np.testing.assert_array_equal(network.apply(again, rows), network.apply(params, rows))
+
+
+def test_flat_weights_share_no_memory_with_the_device():
+    spec = make_spec((4,))
+    network = networks.make_network(spec, make_config())
+    params = networks.init_params(network, spec, 0)
+    flat = networks.flatten_params(params)
+    before = np.array(params["params"]["dense_0"]["kernel"])
+    flat["params/dense_0/kernel"][:] = 0
+    np.testing.assert_array_equal(params["params"]["dense_0"]["kernel"], before)
