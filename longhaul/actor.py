@@ -179,6 +179,8 @@ class Actor:
         self._stacks = np.zeros((count, spec.stack, *spec.row_shape), spec.row_dtype)
         self._all_streams = np.arange(count)
         self._row_ids = RowIds()
+        self._priority_epsilon = float(config.replay.priority_epsilon)
+        self._metrics_period_s = float(config.metrics.period_s)
         self._snapshot: Snapshot | None = None
         self._adopted: tuple[int, int] = (0, 0)  # (epoch, version) acted on
         self._adopted_time_s = 0.0
@@ -305,7 +307,7 @@ class Actor:
         target = transition.n_step_return
         if transition.discount:
             target += transition.discount * value
-        priority = abs(target - held.q_value) + self._config.replay.priority_epsilon
+        priority = abs(target - held.q_value) + self._priority_epsilon
         if not priority <= _MAX_PRIORITY:
             self._progress.refused_transitions += 1
             return
@@ -347,7 +349,7 @@ class Actor:
 
     def _report_if_due(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._progress.line_time_s >= self._config.metrics.period_s:
+        if now_s - self._progress.line_time_s >= self._metrics_period_s:
             self._report(now_s)
 
     def _report(self, now_s: float) -> None:

@@ -44,7 +44,8 @@ class EpisodicLife(gymnasium.Wrapper):
         self._game_goes_on = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        over, info = True, {}
+        over = True
+        info: dict[str, Any] = {}
         if self._game_goes_on and seed is None:
             observation, _, terminated, truncated, _ = self.env.step(0)
             over = terminated or truncated

@@ -302,9 +302,8 @@ class Streams:
             vectorised = None
             try:
                 vectorised = self._vector = self._make_vector()
-                rows, infos = vectorised.reset(
-                    seed=[_later_seed(s, self.total_failures) if self.total_failures else s for s in self._seeds]
-                )
+                seeds = [_later_seed(s, self.total_failures) if self.total_failures else s for s in self._seeds]
+                rows, infos = vectorised.reset(seed=seeds)  # type: ignore[arg-type]  # its stub knows no lists
                 return rows, ~self._check_failures(infos)
             except _PROCESS_ERRORS as error:
                 self._process_failed(error)

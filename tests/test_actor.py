@@ -502,3 +502,49 @@ def test_an_actor_keeps_acting_while_its_replay_is_gone_and_goes_on_when_told_of
     stored = [transition for transition, _ in _read_back(second, size, fakes.decode_vector).values()]
     for transition in stored:
         assert transition._replace(action=-1) == _expected(transition.obs[-1], 3, 1)
+
+
+def test_an_actor_follows_a_real_buffer_node_through_its_restart():
+    pytest.importorskip("reverb")
+    from longhaul.gateway import Gateway
+    from longhaul.site_client import SiteClient
+
+    config = _config(num_envs=1)
+    config.replay.update({"capacity": 500, "min_size": 1, "samples_per_insert": 0.0})
+    config.actor.write_timeout_s = 0.2
+    stop, metrics = threading.Event(), Metrics()
+    gateway = Gateway(config)
+    gateway.start()
+    site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", stop)
+    failures = []
+
+    def work():
+        try:
+            actor_lib.Actor(config, 0, site, metrics, stop).run()
+        except Exception as error:
+            failures.append(error)
+
+    def wait_for_inserts(node):
+        for _ in range(600):
+            if node.read_stats()["inserts"] > 50:
+                return
+            assert not failures
+            stop.wait(0.1)
+        raise AssertionError(f"no inserts: {node.read_stats()}, {metrics.lines[-1:]}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        wait_for_inserts(gateway)
+        gateway.stop()
+        gateway = Gateway(config, port=gateway.port)
+        gateway.start()
+        wait_for_inserts(gateway)
+    finally:
+        stop.set()
+        thread.join(30)
+        site.close()
+        gateway.stop()
+    assert not thread.is_alive()
+    assert not failures
+    assert metrics.lines[-1][1]["reconnects"] == 1
