@@ -9,7 +9,7 @@ Listens on loopback unless told otherwise. Actors of the site and the learner bo
 import json
 import sys
 
-from absl import flags
+from absl import flags, logging
 from ml_collections import config_dict
 
 from launchers import command_line, reverb_check
@@ -31,6 +31,12 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     metrics = MetricsWriter(workdir, "gateway", config.metrics.tensorboard)
     gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value)
     gateway.start()
+    if not _HOST.value.startswith("127."):
+        logging.warning(
+            "--host=%s: the gateway answers beyond this machine, in the clear and without asking who calls; so does "
+            "Reverb's port, on every interface. Let only the site's hosts through (README.md, Secure it)",
+            _HOST.value,
+        )
     try:
         address = f"{_HOST.value}:{gateway.port}"
         if workdir is not None:
