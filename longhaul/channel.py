@@ -14,6 +14,7 @@ import grpc
 
 from longhaul.errors import DeadlineExceeded, LonghaulError, MismatchError, Outage, Refused, Stopped
 from longhaul.proto import longhaul_pb2 as pb
+from longhaul.security import Credentials, SendToken, explain_failure
 from longhaul.types import ExperienceSpec
 
 PROTOCOL_VERSION = 1
@@ -58,13 +59,19 @@ _REFUSALS = {
 }
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """Returns a channel to host:port; it connects when first used."""
-    return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
+    """Returns a channel to host:port, in the clear without credentials; it connects when first used."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    channel = grpc.secure_channel(address, credentials.for_channel(), options=CLIENT_OPTIONS)
+    return grpc.intercept_channel(channel, SendToken(credentials.token))
 
 
-def our_error(error: grpc.RpcError, address: str) -> LonghaulError:
+def our_error(error: grpc.RpcError, address: str, credentials: Credentials | None = None) -> LonghaulError:
     """Maps a gRPC error to ours: the only place that reads status codes.
+
+    A connection that never came to be is looked at once more, since a certificate that is refused today will be
+    refused tomorrow, while gRPC calls it unavailable.
 
     Returns:
       MismatchError for FAILED_PRECONDITION, Refused for what will stay refused, Outage for the rest.
@@ -75,6 +82,8 @@ def our_error(error: grpc.RpcError, address: str) -> LonghaulError:
         return MismatchError(f"{address}: {details}")
     if code in _REFUSALS:
         return Refused(f"{address} refused ({code.name}): {details}")
+    if code == grpc.StatusCode.UNAVAILABLE and (reason := explain_failure(address, credentials)):
+        return Refused(f"{address}: {reason}")
     return Outage(f"{address} does not answer ({code.name}): {details}")
 
 

@@ -22,6 +22,7 @@ from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, 
 from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
+from longhaul.security import CheckToken, Credentials
 from longhaul.types import ExperienceSpec
 
 _MAX_CALLS = 256  # threads for calls; each watching actor and each learner holds one
@@ -43,15 +44,24 @@ class Gateway:
       host: address to listen on.
       port: 0 takes any.
       replay_port: Reverb's; 0 takes any.
+      credentials: for TLS and tokens; None serves in the clear, whoever calls.
 
     Attributes:
       port: listened on, after `start`.
       run_id: new with each start.
     """
 
-    def __init__(self, config: Any, host: str = "127.0.0.1", port: int = 0, replay_port: int = 0):
+    def __init__(
+        self,
+        config: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        replay_port: int = 0,
+        credentials: Credentials | None = None,
+    ):
         self._replay = config.replay
         self._host = host
+        self._credentials = credentials
         self.port = port
         self._replay_port = replay_port
         self.run_id = secrets.token_hex(8)
@@ -74,11 +84,17 @@ class Gateway:
           ConfigError: the address can't be listened on; names host and port.
         """
         pool = futures.ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="call")
-        server = grpc.server(pool, options=SERVER_OPTIONS)
-        rpc.add_GatewayServicer_to_server(_Service(self), server)
+        check = None
+        if self._credentials is not None:
+            check = CheckToken(self._credentials.token_hashes, self._refused_call)
+        server = grpc.server(pool, options=SERVER_OPTIONS, interceptors=[check] if check else [])
+        rpc.add_GatewayServicer_to_server(_Service(self, check), server)
         address = f"{self._host}:{self.port}"
         try:
-            port = server.add_insecure_port(address)
+            if self._credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, self._credentials.for_server())
         except RuntimeError:
             port = 0
         if not port:
@@ -113,6 +129,10 @@ class Gateway:
             **session.figures(self._session),
             **self._counters,
         }
+
+    def _refused_call(self, text: str) -> None:
+        self._counters["refused_calls"] += 1
+        logging.warning("refused a call: %s", text)
 
     def announce(self, spec: ExperienceSpec) -> None:
         """Makes the replay for the first actor's experience; checks each later one's against it.
@@ -199,8 +219,9 @@ class Gateway:
 class _Service(rpc.GatewayServicer):
     """The gRPC face of a gateway: errors to status codes, streams to sessions, and nothing else."""
 
-    def __init__(self, gateway: Gateway):
+    def __init__(self, gateway: Gateway, check: CheckToken | None):
         self._gateway = gateway
+        self._check = check
 
     def _refuse(self, context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
         context.abort(code, text)
@@ -219,8 +240,14 @@ class _Service(rpc.GatewayServicer):
         if request.protocol_version != PROTOCOL_VERSION:
             text = f"the gateway speaks protocol {PROTOCOL_VERSION}, you {request.protocol_version}: upgrade the older"
             self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+        if self._check is not None and (known := self._check.role_of(context.invocation_metadata())) != request.role:
+            text = f"the token is a {known}'s, the call says {request.role!r}"
+            gateway._refused_call(text)
+            self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, text)
         try:
             if request.HasField("spec"):
+                if request.role != "actor":
+                    raise ConfigError(f"only actors announce experience, not a {request.role!r}")
                 gateway.announce(spec_from_proto(request.spec))
         except Exception as error:
             self._abort(context, error)

@@ -25,6 +25,7 @@ from longhaul.errors import Corruption, MismatchError, Outage, Stopped
 from longhaul.link_meter import Meter
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
+from longhaul.security import Credentials
 from longhaul.site_client import SiteDescription, describe
 from longhaul.types import Batch, Snapshot
 from longhaul.window import Window
@@ -53,6 +54,7 @@ class LinkClient:
       learner_id: random, one per learner process.
       stop: ends every wait with Stopped.
       deadline_s: of one outage; None tries for ever.
+      credentials: for TLS and the learner's token; None speaks in the clear.
       silence_s: without any message before the path is taken for dead.
     """
 
@@ -63,6 +65,7 @@ class LinkClient:
         learner_id: int,
         stop: threading.Event,
         deadline_s: float | None = None,
+        credentials: Credentials | None = None,
         silence_s: float = _SILENCE_S,
     ):
         self._address = gateway_address
@@ -72,8 +75,10 @@ class LinkClient:
         self._deadline_s = deadline_s
         self._silence_s = silence_s
         self._resetting = False
+        self._closing = False
         self._closed = threading.Event()
-        self._channel = channel.open_channel(gateway_address)
+        self._credentials = credentials
+        self._channel = channel.open_channel(gateway_address, credentials)
         self._lock = threading.Lock()
         self._description: SiteDescription | None = None
         self._open: pb.Open | None = None
@@ -105,7 +110,9 @@ class LinkClient:
         while True:
             try:
                 stub = rpc.GatewayStub(self._channel)
-                self._description = describe(stub, self._address, "learner", None, _CONNECT_TIMEOUT_S)
+                self._description = describe(
+                    stub, self._address, "learner", None, self._credentials, _CONNECT_TIMEOUT_S
+                )
                 return self._description
             except Outage as outage:
                 if str(outage) != said:
@@ -194,6 +201,7 @@ class LinkClient:
 
     def close(self) -> None:
         """Ends the stream and its threads; acks already handed over are given a moment to leave."""
+        self._closing = True
         with self._lock:
             if self._requests is not None:
                 self._requests.put(None)
@@ -230,12 +238,16 @@ class LinkClient:
         while not self._done():
             try:
                 self._stream()
-                if self._done():
+                if self._done() or self._closing:
                     return
                 raise Outage(f"{self._address} ended the stream")
             except (grpc.RpcError, Outage, Corruption) as error:
-                ours = channel.our_error(error, self._address) if isinstance(error, grpc.RpcError) else error
-                if self._done():
+                ours = (
+                    channel.our_error(error, self._address, self._credentials)
+                    if isinstance(error, grpc.RpcError)
+                    else error
+                )
+                if self._done() or self._closing:
                     return
                 if isinstance(ours, Corruption):
                     self.meter.count("corrupt_messages")
@@ -253,7 +265,7 @@ class LinkClient:
     def _renew_channel(self) -> None:
         """A new connection, with a new look at the name: the old one may hang on a dead path or a moved host."""
         self._channel.close()
-        self._channel = channel.open_channel(self._address)
+        self._channel = channel.open_channel(self._address, self._credentials)
 
     def _stream(self) -> None:
         """One stream, from Open to its end."""
@@ -336,7 +348,9 @@ class LinkClient:
 
     def _check_same_experience(self) -> None:
         assert self._description is not None
-        now = describe(rpc.GatewayStub(self._channel), self._address, "learner", None, _CONNECT_TIMEOUT_S)
+        now = describe(
+            rpc.GatewayStub(self._channel), self._address, "learner", None, self._credentials, _CONNECT_TIMEOUT_S
+        )
         if differences := self._description.spec.differences(now.spec):
             raise MismatchError(f"{self._address}: its experience has changed: {'; '.join(differences)}")
 
@@ -419,7 +433,9 @@ class LinkClient:
             except (grpc.RpcError, ValueError) as error:
                 # ValueError: the channel was closed below the call, to be renewed.
                 ours = (
-                    channel.our_error(error, self._address) if isinstance(error, grpc.RpcError) else Outage(str(error))
+                    channel.our_error(error, self._address, self._credentials)
+                    if isinstance(error, grpc.RpcError)
+                    else Outage(str(error))
                 )
                 if not isinstance(ours, Outage):
                     raise ours from None

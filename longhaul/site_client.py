@@ -14,6 +14,7 @@ from longhaul import channel, snapshots
 from longhaul.errors import Corruption, LonghaulError, Outage, Stopped
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
+from longhaul.security import Credentials
 from longhaul.types import ExperienceSpec, Snapshot
 
 _CALL_TIMEOUT_S = 5.0
@@ -45,7 +46,12 @@ class SiteDescription(NamedTuple):
 
 
 def describe(
-    stub: rpc.GatewayStub, address: str, role: str, spec: ExperienceSpec | None, timeout_s: float = _CALL_TIMEOUT_S
+    stub: rpc.GatewayStub,
+    address: str,
+    role: str,
+    spec: ExperienceSpec | None,
+    credentials: Credentials | None = None,
+    timeout_s: float = _CALL_TIMEOUT_S,
 ) -> SiteDescription:
     """Asks once.
 
@@ -58,7 +64,7 @@ def describe(
     try:
         response = stub.Describe(request, timeout=timeout_s)
     except grpc.RpcError as error:
-        raise channel.our_error(error, address) from None
+        raise channel.our_error(error, address, credentials) from None
     host = address.rsplit(":", 1)[0]
     return SiteDescription(
         run_id=response.run_id,
@@ -86,14 +92,16 @@ class SiteClient:
       gateway_address: host:port.
       role: "actor" or "reader".
       stop: ends every wait.
+      credentials: for TLS and the role's token; None speaks in the clear.
     """
 
-    def __init__(self, gateway_address: str, role: str, stop: threading.Event):
+    def __init__(self, gateway_address: str, role: str, stop: threading.Event, credentials: Credentials | None = None):
         self._address = gateway_address
         self._role = role
         self._stop = stop
         self._closed = threading.Event()
-        self._channel = channel.open_channel(gateway_address)
+        self._credentials = credentials
+        self._channel = channel.open_channel(gateway_address, credentials)
         self._stub = rpc.GatewayStub(self._channel)
         self._spec: ExperienceSpec | None = None
         self._description: SiteDescription | None = None
@@ -140,7 +148,7 @@ class SiteClient:
         said = False
         while True:
             try:
-                self._description = describe(self._stub, self._address, self._role, spec)
+                self._description = describe(self._stub, self._address, self._role, spec, self._credentials)
                 return self._description
             except Outage as outage:
                 if not said:
@@ -177,7 +185,7 @@ class SiteClient:
                     logging.warning("the gateway is back after %.1f s", time.monotonic() - away_since_s)
                     away_since_s = 0.0
             except grpc.RpcError as error:
-                ours = channel.our_error(error, self._address)
+                ours = channel.our_error(error, self._address, self._credentials)
                 if not isinstance(ours, Outage):
                     self._failure = ours
                     return

@@ -1,0 +1,405 @@
+"""How fast, and at what cost in bytes, a learner draws Atari transitions over a long-haul link.
+
+  python -m benchmarks.link run [--rtt_ms=50] [--rate_mbit=100] [--seconds=20]
+  python -m benchmarks.link serve --port=P          # at the site; prints a line beginning "ready"
+  python -m benchmarks.link pull --address=HOST:P --client=longhaul|reverb --seconds=S     # in the cloud
+
+`serve` fills a buffer node with transitions of several games, played by a random policy with the standard
+preprocessing (84x84 grey, frame skip 4, stack 4, n-step 3), then inserts one transition for each `--replay_ratio`
+drawn. `pull` draws batches of 512 and sends priorities back, with longhaul's link (rows into the device cache) or
+with the stock Reverb client (TrajectoryDataset, the best of several in-flight and worker counts). `run` does both
+through the project's relay. The last line is one JSON object.
+"""
+
+import argparse
+import itertools
+import json
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import tcp
+from longhaul import config as config_lib
+from longhaul.types import ExperienceSpec
+
+GAMES = ("Breakout", "Pong", "SpaceInvaders", "Seaquest")
+STACK, N_STEP, GAMMA, BATCH = 4, 3, 0.99, 512
+SPEC = ExperienceSpec("ALE", (84, 84), "uint8", STACK, 18, N_STEP, GAMMA)
+# In flight per worker, and workers: what the stock client is tried with.
+REVERB_SETTINGS = ((100, 1), (100, 4), (500, 4), (1000, 4), (2000, 4), (1000, 8))
+
+
+def _config(capacity: int) -> Any:
+    config = config_lib.default()
+    config.replay.update({"capacity": capacity, "min_size": 1000, "samples_per_insert": 0.0})
+    config.env.stack = STACK
+    config.agent.n_step = N_STEP
+    return config
+
+
+def play(game: str, steps: int, seed: int) -> Iterator[tuple[np.ndarray, int, float, bool, bool]]:
+    """Yields (row, action, reward, terminated, first) of a random policy; row is what the action led to."""
+    from longhaul import env as env_lib
+
+    config = _config(1000)
+    config.env.id = f"ALE/{game}-v5"
+    config.env.kwargs = {"frameskip": 1, "full_action_space": True, "repeat_action_probability": 0.0}
+    config.env.atari.preprocess = True
+    env = env_lib.make_env(config)
+    rng = np.random.default_rng(seed)
+    row, _ = env.reset(seed=seed)
+    yield row, 0, 0.0, False, True
+    for _ in range(steps):
+        action = int(rng.integers(18))
+        row, reward, terminated, truncated, _ = env.step(action)
+        yield row, action, float(reward), terminated, False
+        if terminated or truncated:
+            row, _ = env.reset()
+            yield row, 0, 0.0, False, True
+    env.close()
+
+
+class Feeder:
+    """Inserts played transitions: first until the replay is full, then at the replay ratio, from the same plays."""
+
+    def __init__(self, address: str, transitions: int, stop: threading.Event):
+        from longhaul.buffer import ReplayWriter
+        from longhaul.site_client import SiteClient
+
+        self._stop = stop
+        self._site = SiteClient(address, "actor", stop)
+        description = self._site.announce(SPEC)
+        self._writers = [
+            ReplayWriter(description.replay_address, SPEC, 1, STACK + N_STEP + 1, 256, 30.0) for _ in GAMES
+        ]
+        steps = transitions // len(GAMES)
+        self._plays = [list(play(game, steps, seed)) for seed, game in enumerate(GAMES)]
+        self._ids = itertools.count(secrets.randbits(30) << 33)
+        self._rng = np.random.default_rng(0)
+        self._source = self._insert_for_ever()
+
+    def _insert_for_ever(self) -> Iterator[None]:
+        """Inserts one transition at a time, game by game in turn, yielding after each."""
+        streams = [self._one_game(g) for g in range(len(GAMES))]
+        while True:
+            for stream in streams:
+                yield next(stream)
+
+    def _one_game(self, game: int) -> Iterator[None]:
+        from longhaul.nstep import NStepAccumulator
+
+        writer, steps = self._writers[game], NStepAccumulator(N_STEP, GAMMA, STACK)
+        while True:
+            for row, action, reward, terminated, first in self._plays[game]:
+                row_id = next(self._ids)
+                writer.add_row(0, row_id, row)
+                if first:
+                    steps.abandon()
+                    steps.start(row_id)
+                    continue
+                for transition in steps.step(action, float(np.sign(reward)), terminated, False, row_id):
+                    writer.add_transition(0, transition, 1, float(self._rng.exponential()) + 1e-3)
+                    yield
+
+    def insert(self, count: int) -> None:
+        for _ in range(count):
+            next(self._source)
+
+    def follow(self, ratio: float) -> None:
+        """Inserts one transition per `ratio` samples drawn, until the stop event."""
+        from longhaul import channel
+        from longhaul.proto import longhaul_pb2 as pb
+        from longhaul.proto import longhaul_pb2_grpc as rpc
+
+        stub = rpc.GatewayStub(channel.open_channel(self._site._address))
+        first = stub.Health(pb.HealthRequest(), timeout=10)
+        inserted = 0
+        while not self._stop.wait(0.02):
+            health = stub.Health(pb.HealthRequest(), timeout=10)
+            due = int((health.samples - first.samples) / ratio) - inserted
+            self.insert(min(due, 500))
+            inserted += min(due, 500)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """A buffer node in this process, a feeder in another."""
+    from longhaul.gateway import Gateway
+
+    gateway = Gateway(_config(arguments.capacity), arguments.host, arguments.port, arguments.replay_port)
+    gateway.start()
+    command = [sys.executable, "-m", "benchmarks.link", "feed", f"--address=127.0.0.1:{gateway.port}"]
+    command += [f"--transitions={arguments.transitions}", f"--replay_ratio={arguments.replay_ratio}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as feeder:
+        try:
+            assert feeder.stdout is not None
+            for line in feeder.stdout:
+                if line.startswith("ready"):
+                    print(f"ready {arguments.host}:{gateway.port} {gateway.read_stats()}", flush=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            feeder.terminate()
+            gateway.stop()
+
+
+def feed(arguments: argparse.Namespace) -> None:
+    stop = threading.Event()
+    feeder = Feeder(arguments.address, arguments.transitions, stop)
+    feeder.insert(arguments.transitions)
+    print("ready", flush=True)
+    if arguments.replay_ratio:
+        feeder.follow(arguments.replay_ratio)
+    else:
+        stop.wait()
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
+
+
+def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Draws through the gateway, from a cold cache; the figures are of the time after the warm-up, and of the cold."""
+    from longhaul.device_cache import DeviceCache
+    from longhaul.link import LinkClient
+
+    stop = threading.Event()
+    link = LinkClient(arguments.address, _config(1000), secrets.randbits(60), stop)
+    description = link.describe(60.0)
+    spec = description.spec
+    rows = min(arguments.cache_mb * 2**20 // spec.row_bytes, 2 * description.capacity)
+    cache = DeviceCache(rows, spec.row_shape, spec.row_dtype)
+    ports = {int(arguments.address.rsplit(":", 1)[1])}
+    rng = np.random.default_rng(0)
+    samples = 0
+    ages: dict[str, list[float]] = {"batch": [], "priority": []}
+    waited_s = 0.0
+    marks: dict[str, tuple[float, int, int]] = {}
+
+    def mark(name: str) -> None:
+        marks[name] = (time.monotonic(), samples, tcp.received_from(ports))
+
+    mark("start")
+    link.open(rows, BATCH, 1, int(time.time() * 1000))
+    end_s = time.monotonic() + arguments.warmup_s + arguments.seconds
+    warm_s = time.monotonic() + arguments.warmup_s
+    stats: dict[str, float] = {}
+    while time.monotonic() < end_s:
+        began_s = time.monotonic()
+        batch = link.next_batch(1.0)
+        if "warm" in marks:
+            waited_s += time.monotonic() - began_s
+        if batch is None:
+            continue
+        cache.insert(batch.new_slots, batch.new_rows)
+        if "warm" in marks:
+            ages["batch"].append(batch.stats["draw_age_s"] + time.monotonic() - batch.received_time_s)
+            ages["priority"].append(batch.stats["priority_age_s"])
+        link.ack(batch.sequence, rng.exponential(size=(1, BATCH)).astype(np.float32) + 1e-3)
+        samples += BATCH
+        if "first" not in marks:
+            mark("first")
+        if "cold" not in marks and samples >= 20 * BATCH:
+            mark("cold")
+        if "warm" not in marks and time.monotonic() >= warm_s:
+            link.read_stats()
+            mark("warm")
+    mark("end")
+    stats = link.read_stats()
+    cache.array.block_until_ready()
+    link.close()
+
+    def between(a: str, b: str, what: int) -> float:
+        return marks[b][what] - marks[a][what]
+
+    return {
+        "client": "longhaul",
+        "samples_per_s": between("warm", "end", 1) / between("warm", "end", 0),
+        "bytes_per_sample": between("warm", "end", 2) / max(1, between("warm", "end", 1)),
+        "cold_bytes_per_sample": between("start", "cold", 2) / max(1, between("start", "cold", 1)),
+        "cold_samples": between("start", "cold", 1),
+        "batch_age_s": _percentiles(ages["batch"]),
+        "priority_age_s": _percentiles(ages["priority"]),
+        "idle_share": waited_s / between("warm", "end", 0),
+        "link": {name: value for name, value in stats.items() if np.isfinite(value)},
+    }
+
+
+def _pull_reverb_once(address: str, in_flight: int, workers: int, seconds: float, port: int) -> dict[str, Any]:
+    import reverb
+    import tensorflow as tf
+
+    from longhaul.buffer import TABLE, step_dtype
+
+    shapes = {
+        "rows": tf.TensorShape([SPEC.rows_per_item, 8 + SPEC.row_bytes]),
+        "step": tf.TensorShape([1, step_dtype(STACK).itemsize]),
+    }
+    dataset = reverb.TrajectoryDataset(
+        server_address=address,
+        table=TABLE,
+        dtypes={"rows": tf.uint8, "step": tf.uint8},
+        shapes=shapes,
+        max_in_flight_samples_per_worker=in_flight,
+        num_workers_per_iterator=workers,
+    )
+    iterator = iter(dataset.batch(BATCH, drop_remainder=True))
+    client = reverb.Client(address)
+    updates: list[tuple[np.ndarray, np.ndarray]] = []
+    wake, done = threading.Event(), threading.Event()
+
+    def update() -> None:
+        while not done.is_set():
+            wake.wait(0.5)
+            wake.clear()
+            while updates:
+                keys, priorities = updates.pop(0)
+                client.mutate_priorities(TABLE, dict(zip(keys.tolist(), priorities.tolist())))
+
+    updater = threading.Thread(target=update, daemon=True)
+    updater.start()
+    rng = np.random.default_rng(0)
+    next(iterator)
+    samples, waited_s = 0, 0.0
+    start_s, start_bytes = time.monotonic(), tcp.received_from({port})
+    while time.monotonic() - start_s < seconds:
+        began_s = time.monotonic()
+        batch = next(iterator)
+        waited_s += time.monotonic() - began_s
+        _ = batch.data["rows"].numpy()
+        updates.append((batch.info.key.numpy(), rng.exponential(size=BATCH) + 1e-3))
+        wake.set()
+        samples += BATCH
+    elapsed_s = time.monotonic() - start_s
+    received = tcp.received_from({port}) - start_bytes
+    done.set()
+    return {
+        "client": "reverb",
+        "in_flight": in_flight,
+        "workers": workers,
+        "samples_per_s": samples / elapsed_s,
+        "bytes_per_sample": received / max(1, samples),
+        "batch_age_s": {},
+        "priority_age_s": {},
+        "idle_share": waited_s / elapsed_s,
+    }
+
+
+def pull_reverb(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Draws with the stock client: the best of REVERB_SETTINGS in short tries, then for the time asked."""
+    import grpc
+
+    from longhaul import channel
+    from longhaul.proto import longhaul_pb2 as pb
+    from longhaul.proto import longhaul_pb2_grpc as rpc
+
+    address = arguments.replay_address
+    if not address:
+        with channel.open_channel(arguments.address) as connection:
+            grpc.channel_ready_future(connection).result(timeout=30)
+            request = pb.DescribeRequest(protocol_version=channel.PROTOCOL_VERSION, role="actor")
+            port = rpc.GatewayStub(connection).Describe(request, timeout=30).replay_port
+        address = f"{arguments.address.rsplit(':', 1)[0]}:{port}"
+    port = int(address.rsplit(":", 1)[1])
+    tries = [_pull_reverb_once(address, n, workers, arguments.try_s, port) for n, workers in REVERB_SETTINGS]
+    best = max(tries, key=lambda result: result["samples_per_s"])
+    result = _pull_reverb_once(address, best["in_flight"], best["workers"], arguments.seconds, port)
+    result["tried"] = [[t["in_flight"], t["workers"], round(t["samples_per_s"])] for t in tries]
+    return result
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both clients through the relay, one after the other, from one buffer node."""
+    from longhaul.relay import Relay
+
+    command = [sys.executable, "-m", "benchmarks.link", "serve", "--host=127.0.0.1", "--port=0"]
+    command += [f"--transitions={arguments.transitions}"]
+    results: dict[str, Any] = {"rtt_ms": arguments.rtt_ms, "rate_mbit": arguments.rate_mbit}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as site:
+        try:
+            assert site.stdout is not None
+            line = next(line for line in site.stdout if line.startswith("ready"))
+            gateway = line.split()[1]
+            replay = json.loads(_child(["replay_address", f"--address={gateway}"], arguments.python)[-1])
+            for client, target in (("longhaul", gateway), ("reverb", replay)):
+                host, port = target.rsplit(":", 1)
+                rate = arguments.rate_mbit * 1e6 / 8
+                with Relay((host, int(port)), arguments.rtt_ms / 1000, rate) as relay:
+                    words = ["pull", f"--client={client}", f"--seconds={arguments.seconds}"]
+                    words += [f"--address={relay.address}", f"--warmup_s={arguments.warmup_s}"]
+                    words += [f"--replay_address={relay.address}"] if client == "reverb" else []
+                    interpreter = arguments.learner_python if client == "longhaul" else arguments.python
+                    results[client] = json.loads(_child(words, interpreter)[-1])
+        finally:
+            site.terminate()
+    ours, theirs = results["longhaul"], results["reverb"]
+    results["samples_ratio"] = ours["samples_per_s"] / theirs["samples_per_s"]
+    results["bytes_ratio"] = theirs["bytes_per_sample"] / ours["bytes_per_sample"]
+    results["cold_bytes_ratio"] = theirs["bytes_per_sample"] / ours["cold_bytes_per_sample"]
+    return results
+
+
+def _child(words: list[str], interpreter: str) -> list[str]:
+    command = [interpreter, "-m", "benchmarks.link", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()
+
+
+def replay_address(arguments: argparse.Namespace) -> str:
+    """Asks a gateway, as an actor would, where its replay listens."""
+    from longhaul.site_client import SiteClient
+
+    site = SiteClient(arguments.address, "actor", threading.Event())
+    address = site.announce(None, 30.0).replay_address
+    site.close()
+    return address
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    site = commands.add_parser("serve")
+    site.add_argument("--host", default="0.0.0.0")
+    site.add_argument("--port", type=int, default=0)
+    site.add_argument("--replay_port", type=int, default=0)
+    site.add_argument("--capacity", type=int, default=20_000)
+    feeder = commands.add_parser("feed")
+    client = commands.add_parser("pull")
+    client.add_argument("--client", choices=("longhaul", "reverb"), default="longhaul")
+    client.add_argument("--replay_address", default="", help="Reverb's, where it is not what the gateway says")
+    client.add_argument("--cache_mb", type=int, default=1024)
+    client.add_argument("--try_s", type=float, default=4.0)
+    both = commands.add_parser("run")
+    both.add_argument("--rtt_ms", type=float, default=50.0)
+    both.add_argument("--rate_mbit", type=float, default=100.0)
+    both.add_argument("--python", default=sys.executable)
+    both.add_argument("--learner_python", default=sys.executable)
+    where = commands.add_parser("replay_address")
+    for command in (feeder, client, where):
+        command.add_argument("--address", required=True)
+    for command in (client, both):
+        command.add_argument("--seconds", type=float, default=20.0)
+        command.add_argument("--warmup_s", type=float, default=15.0)
+    for command in (site, feeder, both):
+        command.add_argument("--transitions", type=int, default=20_000)
+        command.add_argument("--replay_ratio", type=float, default=8.0)
+    arguments = parser.parse_args()
+    pulls = {"longhaul": pull_longhaul, "reverb": pull_reverb}
+    if arguments.command == "pull":
+        print(json.dumps(pulls[arguments.client](arguments)))
+    elif arguments.command == "run":
+        print(json.dumps(run(arguments)))
+    elif arguments.command == "replay_address":
+        print(json.dumps(replay_address(arguments)))
+    else:
+        {"serve": serve, "feed": feed}[arguments.command](arguments)
+
+
+if __name__ == "__main__":
+    main()
