@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import reverb
 import tensorflow as tf
-from reverb.trajectory_writer import TrajectoryColumn
+from reverb import pybind
 
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
 
 TABLE = "replay"
+_ROW, _STEP = 0, 1  # columns of the writer
 _ID_BYTES = 8
 _FOREVER = 1e300  # Reverb takes a double; an insert is never blocked
 _RETRY_S = 0.1  # between looks at a pipe that was found full
@@ -312,10 +313,10 @@ class ReplayWriter:
         )
         try:
             writer = self._writer(own)
-            refs = [self._ref(own, writer, row_id) for row_id in distinct]
-            writer.append({"step": step.view(np.uint8)})
-            (step_ref,) = writer.history["step"][-1]
-            writer.create_item(TABLE, priority, {"rows": TrajectoryColumn(refs), "step": TrajectoryColumn([step_ref])})
+            rows = [self._ref(own, writer, row_id) for row_id in distinct]
+            # Reverb's own Python layer flattens trees at each of these calls, for twice what they cost by themselves.
+            steps = writer._writer.Append([None, step.view(np.uint8)])
+            writer._writer.CreateItem(TABLE, priority, [rows, steps[_STEP:]], [False, False])
         except (RuntimeError, reverb.errors.ReverbError):
             # The writer's connection has failed for good; a new one starts with the rows at hand.
             self._abandon(own)
@@ -337,8 +338,10 @@ class ReplayWriter:
     def _writer(self, stream: _Stream) -> reverb.TrajectoryWriter:
         if stream.writer is None:
             writer = self._client.trajectory_writer(num_keep_alive_refs=self._keep_rows)
-            for column in ("row", "step"):
-                writer.configure((column,), num_keep_alive_refs=self._keep_rows, max_chunk_length=1)
+            for column in (_ROW, _STEP):
+                writer._writer.ConfigureChunker(
+                    column, pybind.ConstantChunkerOptions(max_chunk_length=1, num_keep_alive_refs=self._keep_rows)
+                )
             stream.writer = writer
         return stream.writer
 
@@ -347,8 +350,7 @@ class ReplayWriter:
         if row_id not in stream.refs:
             for known_id, packed in stream.rows:
                 if known_id not in stream.refs:
-                    writer.append({"row": packed})
-                    (stream.refs[known_id],) = writer.history["row"][-1]
+                    stream.refs[known_id] = writer._writer.Append([packed, None])[_ROW]
                 if known_id == row_id:
                     break
         if row_id not in stream.refs:
