@@ -8,16 +8,16 @@ Waits for the buffer node if it is not there yet, and goes on acting on its weig
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, reverb_check
+from launchers import command_line, connection, reverb_check
 from longhaul import workers
 from longhaul.errors import ConfigError
 from longhaul.metrics import MetricsWriter
 
-_GATEWAY = flags.DEFINE_string("gateway", "127.0.0.1:7720", "the buffer node, HOST:PORT")
 _ACTOR_INDEX = flags.DEFINE_integer(
     "actor_index", 0, "this actor's place on the exploration ladder, below config.actor.num_actors", lower_bound=0
 )
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(connection)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
@@ -26,12 +26,12 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
         raise ConfigError(
             f"--actor_index is {index}, and must be below config.actor.num_actors ({config.actor.num_actors})"
         )
-    command_line.parse_address(_GATEWAY.value, "gateway")
+    address, credentials = connection.to_gateway("actor")
     reverb_check.check_versions()
     from longhaul.actor import Actor
     from longhaul.site_client import SiteClient
 
-    site = SiteClient(_GATEWAY.value, "actor", signals.stop)
+    site = SiteClient(address, "actor", signals.stop, credentials)
     metrics = MetricsWriter(command_line.workdir(), f"actor_{index}", config.metrics.tensorboard)
     try:
         Actor(config, index, site, metrics, signals.stop).run()

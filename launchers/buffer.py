@@ -12,30 +12,32 @@ import sys
 from absl import flags, logging
 from ml_collections import config_dict
 
-from launchers import command_line, reverb_check
-from longhaul import workers
+from launchers import command_line, connection, reverb_check
+from longhaul import security, workers
 from longhaul.metrics import MetricsWriter, write_atomically
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address the gateway listens on")
 _PORT = flags.DEFINE_integer("port", 7720, "port the gateway listens on; 0 takes a free one", lower_bound=0)
 _REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
 flags.adopt_module_key_flags(command_line)
+flags.declare_key_flag("credentials")
+flags.declare_key_flag("insecure")
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
+    credentials = connection.of_host(_HOST.value, "gateway", "--host")
     reverb_check.check_versions()
     keep_jax_out()
     from longhaul.gateway import Gateway  # brings TensorFlow: not for --help or a mistyped flag
 
     workdir = command_line.workdir()
     metrics = MetricsWriter(workdir, "gateway", config.metrics.tensorboard)
-    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value)
+    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials)
     gateway.start()
-    if not _HOST.value.startswith("127."):
+    if not security.is_loopback(_HOST.value):
         logging.warning(
-            "--host=%s: the gateway answers beyond this machine, in the clear and without asking who calls; so does "
-            "Reverb's port, on every interface. Let only the site's hosts through (README.md, Secure it)",
-            _HOST.value,
+            "Reverb's own port listens on every interface, unencrypted and without a password: let only the site's "
+            "hosts through to it (README.md, Secure it)"
         )
     try:
         address = f"{_HOST.value}:{gateway.port}"

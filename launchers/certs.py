@@ -14,20 +14,23 @@ import os
 import secrets
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from longhaul import security
+from launchers import command_line
+from longhaul import security, workers
 from longhaul.errors import ConfigError
 
 _OUT = flags.DEFINE_string("out", "certs", "folder to write; made if it is not there")
 _NAMES = flags.DEFINE_list(
     "gateway_names", ["localhost", "127.0.0.1"], "every host name and address that peers dial the gateway by"
 )
-_DAYS = flags.DEFINE_integer("days", 397, "how long the certificates are valid; the authority lasts ten times as long")
+_DAYS = flags.DEFINE_integer(
+    "days", 397, "how long the certificates are valid; the authority lasts ten times as long", lower_bound=1
+)
 
 _Key = ec.EllipticCurvePrivateKey
 
@@ -136,19 +139,12 @@ def make_site(out: Path, names: list[str], days: int) -> None:
             _write(folder / f"{role}.token", tokens[role].encode() + b"\n", private=True)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"{argv[1]!r} is not a flag")
-    if _DAYS.value < 1:
-        raise app.UsageError(f"--days is {_DAYS.value}, and must be at least 1")
-    try:
-        make_site(Path(_OUT.value), _NAMES.value, _DAYS.value)
-    except ConfigError as error:
-        raise app.UsageError(str(error)) from None
+def main(signals: workers.StopSignals) -> None:
+    make_site(Path(_OUT.value), _NAMES.value, _DAYS.value)
     names = ", ".join(_NAMES.value)
     print(f"{_OUT.value}: certificates for a gateway dialled as {names}, valid for {_DAYS.value} days.")
     print("Copy the gateway, learner, actor and reader folders to their hosts and give each --credentials=FOLDER.")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command_line.run_without_config(main)

@@ -42,14 +42,25 @@ def run(main: Main, role: str, grace_s: float = workers.GRACE_S) -> NoReturn:
       grace_s: time from a stop signal to the forced end.
     """
     threads.bound_this_process(role)
-    if any(word.lstrip("-") in _HELP_FLAGS for word in sys.argv[1:] if word.startswith("-")):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    _help_if_asked()
     _set_up_logging()
 
     def work(signals: workers.StopSignals) -> int | None:
-        return main(_parse(sys.argv), signals)
+        return main(_parse_config(sys.argv), signals)
 
     sys.exit(workers.run_worker(work, grace_s))
+
+
+def run_without_config(main: Callable[[workers.StopSignals], int | None]) -> NoReturn:
+    """Parses the command line of a command that has no --config, calls main(signals), and exits with its status."""
+    _help_if_asked()
+    _set_up_logging()
+
+    def work(signals: workers.StopSignals) -> int | None:
+        _parse_flags(sys.argv)
+        return main(signals)
+
+    sys.exit(workers.run_worker(work))
 
 
 def workdir() -> Path | None:
@@ -105,7 +116,12 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _parse(argv: list[str]) -> config_dict.ConfigDict:
+def _help_if_asked() -> None:
+    if any(word.lstrip("-") in _HELP_FLAGS for word in sys.argv[1:] if word.startswith("-")):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+
+
+def _parse_flags(argv: list[str]) -> None:
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
@@ -114,6 +130,10 @@ def _parse(argv: list[str]) -> config_dict.ConfigDict:
         raise ConfigError(f"--config: {type(error).__name__}: {_readable(error)}") from error
     if len(rest) > 1:
         raise ConfigError(f"the command line's word {rest[1]!r} means nothing; flags start with --")
+
+
+def _parse_config(argv: list[str]) -> config_dict.ConfigDict:
+    _parse_flags(argv)
     config = _CONFIG.value
     if config is None:
         raise ConfigError("--config is missing; give the task's file, such as --config=configs/cartpole.py")

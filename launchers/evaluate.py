@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags, logging
 from ml_collections import config_dict
 
-from launchers import command_line
+from launchers import command_line, connection
 from longhaul import workers
 from longhaul.errors import ConfigError, MismatchError, Stopped
 from longhaul.metrics import MetricsWriter, write_atomically
@@ -35,25 +35,25 @@ _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "a run's folder: its newest checkpoint; or one checkpoint's folder"
 )
 _WEIGHTS = flags.DEFINE_string("weights", None, "a file of packed weights, such as a run's best_weights.bin")
-_GATEWAY = flags.DEFINE_string("gateway", None, "the site's buffer node, HOST:PORT: its newest weights")
 _WATCH = flags.DEFINE_bool("watch", False, "with --gateway: evaluate the newest weights until stopped")
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(connection)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
-    sources = [f"--{flag.name}" for flag in (_CHECKPOINT, _WEIGHTS, _GATEWAY) if flag.value]
+    sources = [f"--{flag.name}" for flag in (_CHECKPOINT, _WEIGHTS, connection.GATEWAY) if flag.present]
     if len(sources) != 1:
         raise ConfigError(
             f"give one of --checkpoint, --weights and --gateway, not {' and '.join(sources) or 'none of them'}"
         )
-    if _WATCH.value and not _GATEWAY.value:
+    at_gateway = connection.GATEWAY.present
+    if _WATCH.value and not at_gateway:
         raise ConfigError(f"--watch follows a running site, so it needs --gateway, not {sources[0]}")
     from longhaul import env
 
     spec = env.make_spec(config)
-    if _GATEWAY.value:
-        command_line.parse_address(_GATEWAY.value, "gateway")
-        _evaluate_site(config, spec, _GATEWAY.value, signals.stop)
+    if at_gateway:
+        _evaluate_site(config, spec, signals.stop)
         return
     payload = (
         _read_checkpoint(Path(_CHECKPOINT.value)) if _CHECKPOINT.value else _read_weights(Path(_WEIGHTS.value or ""))
@@ -80,10 +80,11 @@ def _read_weights(path: Path) -> bytes:
         raise ConfigError(f"--weights={path} can't be read: {error.strerror}") from error
 
 
-def _evaluate_site(config: config_dict.ConfigDict, spec: ExperienceSpec, address: str, stop: threading.Event) -> None:
+def _evaluate_site(config: config_dict.ConfigDict, spec: ExperienceSpec, stop: threading.Event) -> None:
     from longhaul.site_client import SiteClient
 
-    site = SiteClient(address, "reader", stop)
+    address, credentials = connection.to_gateway("reader")
+    site = SiteClient(address, "reader", stop, credentials)
     try:
         different = site.announce(None).spec.differences(spec)
         if different:

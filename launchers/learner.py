@@ -12,24 +12,26 @@ import time
 from absl import flags, logging
 from ml_collections import config_dict
 
-from launchers import command_line
+from launchers import command_line, connection
 from longhaul import workers
 from longhaul.link import LinkClient
 from longhaul.metrics import MetricsWriter
 
-_GATEWAY = flags.DEFINE_string("gateway", "127.0.0.1:7720", "the site's gateway, HOST:PORT")
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(connection)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
-    command_line.parse_address(_GATEWAY.value, "gateway")
+    address, credentials = connection.to_gateway("learner")
+    import orbax.checkpoint  # noqa: F401 (takes a second or more: now, not amid training or an orderly stop)
+
     from longhaul.learner import Learner  # brings JAX: not for --help or a mistyped flag
 
     workdir = command_line.workdir_or_new()
     workdir.mkdir(parents=True, exist_ok=True)
     logging.info("the run's folder is %s", workdir)
     metrics = MetricsWriter(workdir, "learner", config.metrics.tensorboard)
-    link = LinkClient(_GATEWAY.value, config, random.getrandbits(64), signals.stop)
+    link = LinkClient(address, config, random.getrandbits(64), signals.stop, credentials=credentials)
     try:
         spec = link.describe().spec
         # Grows with each start on any host with a clock, so that a restarted learner's weights win at the site.

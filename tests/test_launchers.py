@@ -84,6 +84,9 @@ def test_a_mistake_inside_the_users_file_is_told_with_its_kind(tmp_path):
         ("actor", ["--actor_index=2"], "--actor_index is 2, and must be below config.actor.num_actors (2)"),
         ("actor", ["--gateway=nowhere"], "--gateway is 'nowhere', and must be HOST:PORT"),
         ("learner", ["--gateway=host:port"], "--gateway is 'host:port', and must be HOST:PORT"),
+        ("learner", ["--gateway=site.example.org:7720"], "--gateway is site.example.org, beyond the loopback"),
+        ("buffer", ["--host=0.0.0.0"], "--host is 0.0.0.0, beyond the loopback, and there is no TLS"),
+        ("learner", ["--credentials=/none"], "--credentials: /none/learner.token can't be read"),
         ("evaluate", [], "give one of --checkpoint, --weights and --gateway, not none of them"),
         ("evaluate", ["--weights=a", "--checkpoint=b"], "not --checkpoint and --weights"),
         ("evaluate", ["--weights=a", "--watch"], "--watch follows a running site, so it needs --gateway"),
@@ -93,6 +96,23 @@ def test_flags_that_do_not_go_together_are_refused(role, words, reason):
     ended = run("-m", f"launchers.{role}", SMOKE, *words)
     assert ended.returncode == 2
     assert reason in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+def test_certificates_are_made_by_one_command_and_its_mistakes_are_named(tmp_path):
+    assert "--gateway_names" in run("-m", "launchers.certs", "--helpshort").stdout
+    ended = run("-m", "launchers.certs", f"--out={tmp_path}/certs", "--gateway_names=a/b")
+    assert (ended.returncode, ended.stderr) == (
+        2,
+        "error: --gateway_names: 'a/b' is neither a host name nor an address\n",
+    )
+    ended = run("-m", "launchers.certs", f"--out={tmp_path}/certs")
+    assert ended.returncode == 0, ended.stderr
+    assert {path.name for path in (tmp_path / "certs").iterdir() if path.is_dir()} == {
+        "gateway",
+        "learner",
+        "actor",
+        "reader",
+    }
 
 
 def test_overrides_are_handed_on_as_they_were_written():

@@ -150,15 +150,19 @@ def test_a_target_that_is_not_reached_is_a_failure_that_says_so(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "target missed"
 
 
-def test_parts_started_by_hand_do_what_local_does(tmp_path):
+def test_parts_started_by_hand_with_credentials_do_what_local_does(tmp_path):
+    subprocess.run([sys.executable, "-m", "launchers.certs", f"--out={tmp_path}/certs"], cwd=REPO, check=True)
     workdir = f"--workdir={tmp_path}"
-    buffer = start("launchers.buffer", SMOKE, workdir, "--port=0")
+    ours = {role: f"--credentials={tmp_path}/certs/{role}" for role in ("gateway", "learner", "actor")}
+    buffer = start("launchers.buffer", SMOKE, workdir, "--port=0", ours["gateway"])
     others = []
     try:
         wait_for(lambda: (tmp_path / "gateway.json").exists() or buffer.poll() is not None, "the gateway listens")
         gateway = f"--gateway={json.loads((tmp_path / 'gateway.json').read_text())['address']}"
-        learner = start("launchers.learner", SMOKE, workdir, gateway)
-        others = [start("launchers.actor", SMOKE, workdir, gateway, f"--actor_index={i}") for i in range(2)]
+        learner = start("launchers.learner", SMOKE, workdir, gateway, ours["learner"])
+        others = [
+            start("launchers.actor", SMOKE, workdir, gateway, ours["actor"], f"--actor_index={i}") for i in range(2)
+        ]
         learner_out, _ = learner.communicate(timeout=START_S)
         assert learner.returncode == 0, learner_out
         assert figures(tmp_path, "learner")["updates"] == 200
