@@ -8,7 +8,6 @@ server that is pinged more often than it expects closes the connection (gRFC A8,
 import random
 import threading
 import time
-from collections.abc import Iterator
 
 import grpc
 
@@ -111,12 +110,6 @@ def spec_from_proto(message: pb.ExperienceSpec) -> ExperienceSpec:
         n_step=message.n_step,
         gamma=message.gamma,
     )
-
-
-def parts(payload: bytes) -> Iterator[bytes]:
-    """Cuts a payload into parts of PART_BYTES at most; an empty one makes one empty part."""
-    for start in range(0, max(1, len(payload)), PART_BYTES):
-        yield payload[start : start + PART_BYTES]
 
 
 class Backoff:

@@ -19,12 +19,14 @@ from typing import Any
 import grpc
 import numpy as np
 
-from longhaul import channel, codec, snapshots
+from longhaul import channel, codec
 from longhaul.arrival import Assembly, unpack_batch
+from longhaul.budget import Budget
 from longhaul.errors import Corruption, MismatchError, Outage, Stopped
 from longhaul.link_meter import Meter
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
+from longhaul.publisher import Publisher
 from longhaul.security import Credentials
 from longhaul.site_client import SiteDescription, describe
 from longhaul.types import Batch, Snapshot
@@ -33,9 +35,9 @@ from longhaul.window import Window
 _PING_PERIOD_S = 1.0
 _SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
 _OPENING_SILENCE_S = 5.0  # likewise before the first answer: TCP's own retries become rarer and rarer, ours don't
+_LARGEST_ACK_WAIT_S = 1.0
 _BACKOFF_CAP_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
-_PUBLISH_TIMEOUT_S = 120.0
 
 
 class LinkClient:
@@ -55,6 +57,7 @@ class LinkClient:
       stop: ends every wait with Stopped.
       deadline_s: of one outage; None tries for ever.
       credentials: for TLS and the learner's token; None speaks in the clear.
+      budget_bytes_per_s: of each direction; 0 is no limit.
       silence_s: without any message before the path is taken for dead.
     """
 
@@ -66,6 +69,7 @@ class LinkClient:
         stop: threading.Event,
         deadline_s: float | None = None,
         credentials: Credentials | None = None,
+        budget_bytes_per_s: float = 0.0,
         silence_s: float = _SILENCE_S,
     ):
         self._address = gateway_address
@@ -73,6 +77,7 @@ class LinkClient:
         self._learner_id = learner_id
         self._stop = stop
         self._deadline_s = deadline_s
+        self._budget = Budget(budget_bytes_per_s)
         self._silence_s = silence_s
         self._resetting = False
         self._closing = False
@@ -90,13 +95,12 @@ class LinkClient:
         self._last_sequence = 0
         self._failure: Exception | None = None
         self._pings: OrderedDict[int, float] = OrderedDict()
-        self._newest: Snapshot | None = None
-        self._publish_wanted = threading.Event()
         self.window = Window(self._config.max_window)
         self.meter = Meter()
+        self._publisher = Publisher(gateway_address, credentials, self._budget, self.meter, self._closed)
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
-            for name, work in (("link", self._run), ("link-ping", self._ping), ("link-publish", self._publish))
+            for name, work in (("link", self._run), ("link-ping", self._ping), ("link-publish", self._publisher.run))
         ]
 
     def describe(self, timeout_s: float | None = None) -> SiteDescription:
@@ -131,6 +135,7 @@ class LinkClient:
             minibatches=minibatches,
             run_id=self._description.run_id,
             row_level=self._config.row_level,
+            budget_bytes_per_s=self._budget.bytes_per_s,
         )
         for thread in self._threads:
             thread.start()
@@ -174,8 +179,7 @@ class LinkClient:
 
     def publish(self, snapshot: Snapshot) -> None:
         """Hands a snapshot over for sending; returns at once. One that waits is replaced by a newer one."""
-        self._newest = snapshot
-        self._publish_wanted.set()
+        self._publisher.offer(snapshot)
 
     def reset_cache(self) -> None:
         """Begins anew with an empty mirror: for a learner whose cache does not hold what it should."""
@@ -209,7 +213,7 @@ class LinkClient:
         while self._call is not None and time.monotonic() < deadline_s and self._threads[0].is_alive():
             time.sleep(0.02)
         self._closed.set()
-        self._publish_wanted.set()
+        self._publisher.again()
         if self._call is not None:
             self._call.cancel()
         for thread in self._threads:
@@ -290,7 +294,10 @@ class LinkClient:
 
     def _metered(self, requests: "queue.SimpleQueue[pb.SampleRequest | None]") -> Iterator[pb.SampleRequest]:
         while (request := requests.get()) is not None:
-            self.meter.sent(request.WhichOneof("kind"), request.ByteSize())
+            size = request.ByteSize()
+            # Priorities and pings do not wait for weights, whatever is overdrawn; and not for ever for each other.
+            self._closed.wait(min(self._budget.spend(size), _LARGEST_ACK_WAIT_S))
+            self.meter.sent(request.WhichOneof("kind"), size)
             yield request
 
     def _receive(
@@ -335,7 +342,7 @@ class LinkClient:
             self._requests = requests
             for sequence, packed in self._unconfirmed.items():
                 self._send_ack(sequence, packed)
-        self._publish_wanted.set()  # a gateway that has restarted holds no weights
+        self._publisher.again()  # a gateway that has restarted holds no weights
         cut_s = self.meter.outage_ends()
         if cut_s:
             logging.warning(
@@ -392,7 +399,7 @@ class LinkClient:
         self.meter.batch(message)
         self.window.arrived(message.draw_age_s + time.monotonic() - started_s)
 
-    # ---- pings and weights
+    # ---- pings
 
     def _ping(self) -> None:
         identity = 0
@@ -418,27 +425,3 @@ class LinkClient:
         if sent_s is not None:
             self.meter.round_trip(time.monotonic() - sent_s)
         self._confirm(pong.acked_sequence)
-
-    def _publish(self) -> None:
-        """Sends the newest snapshot whenever there is one that the gateway lacks."""
-        while not self._done():
-            if not self._publish_wanted.wait(0.5) or self._newest is None or self._done():
-                continue
-            self._publish_wanted.clear()
-            snapshot = self._newest
-            chunks = list(snapshots.to_chunks(snapshot))
-            try:
-                rpc.GatewayStub(self._channel).PublishWeights(iter(chunks), timeout=_PUBLISH_TIMEOUT_S)
-                self.meter.published(sum(chunk.ByteSize() for chunk in chunks))
-            except (grpc.RpcError, ValueError) as error:
-                # ValueError: the channel was closed below the call, to be renewed.
-                ours = (
-                    channel.our_error(error, self._address, self._credentials)
-                    if isinstance(error, grpc.RpcError)
-                    else Outage(str(error))
-                )
-                if not isinstance(ours, Outage):
-                    raise ours from None
-                self.meter.count("publish_failures")
-                if not self._closed.wait(1.0):
-                    self._publish_wanted.set()

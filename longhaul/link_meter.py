@@ -74,10 +74,9 @@ class Meter:
             self._counts["rows_received"] += len(message.new_slots) // 4
 
     def published(self, size: int) -> None:
-        """Counts a snapshot."""
+        """Counts a part of a snapshot."""
         with self._lock:
             self._bytes["sent_weights_bytes"] += size
-            self._counts["snapshots_published"] += 1
 
     def round_trip(self, seconds: float) -> None:
         """Notes a Ping's round trip."""

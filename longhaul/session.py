@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from longhaul import codec
+from longhaul.budget import Budget
 from longhaul.buffer import ReplaySampler, ReplayServer
 from longhaul.channel import PART_BYTES
 from longhaul.errors import ConfigError, Corruption, LonghaulError, Refused, Stopped
 from longhaul.mirror import Mirror
 from longhaul.proto import longhaul_pb2 as pb
+from longhaul.row_level import RowLevel
 from longhaul.types import DrawnSamples
 
 MAX_WINDOW = 1024
@@ -31,7 +33,6 @@ MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
 _AUDIT_PERIOD_S = 10.0
 _AUDIT_SLOTS = 32
 _MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
-_AUTO_ROW_LEVEL = 3
 _QUEUED_MESSAGES = 8  # a slow reader holds the drawer back instead of filling memory
 
 
@@ -69,7 +70,8 @@ class Session:
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
         self._next_sequence = opened.last_sequence + 1
         self._window = 1
-        self._row_level = _AUTO_ROW_LEVEL
+        self._row_level = RowLevel(0)
+        self.budget = Budget(0.0)
         self._next_audit_s = time.monotonic() + _AUDIT_PERIOD_S
         self._stream: Stream | None = None
         self.heard_time_s = time.monotonic()
@@ -110,7 +112,8 @@ class Session:
             self._mirror.roll_back(opened.last_sequence)
             self._next_sequence = opened.last_sequence + 1
             self._set_window(opened.window)
-            self._row_level = opened.row_level or _AUTO_ROW_LEVEL
+            self._row_level = RowLevel(opened.row_level)
+            self.budget = Budget(opened.budget_bytes_per_s)
             self.heard_time_s = time.monotonic()
         self._stream = Stream(self)
         return self._stream
@@ -130,6 +133,11 @@ class Session:
         """Highest sequence with all acks up to it applied."""
         with self._lock:
             return next(iter(self._in_flight), self._next_sequence) - 1
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of one message's rows at most."""
+        return self.budget.part_bytes(PART_BYTES)
 
     def _set_window(self, window: int) -> None:
         self._window = min(max(1, window), MAX_WINDOW)
@@ -182,7 +190,7 @@ class Session:
             placement = self._mirror.place(sequence, drawn.row_ids)
             self._in_flight[sequence] = _InFlight(drawn)
         new_rows = drawn.rows[drawn.row_index.reshape(-1)[placement.new_places]]
-        rows = codec.compress(new_rows.tobytes(), self._row_level) if len(new_rows) else b""
+        rows = self._row_level.compress(new_rows.tobytes()) if len(new_rows) else b""
         columns = codec.Columns(
             placement.slots, drawn.actions, drawn.returns, drawn.discounts, drawn.probabilities.astype(np.float32)
         )
@@ -196,7 +204,7 @@ class Session:
             new_slots=placement.new_slots.astype("<i4").tobytes(),
             rows_bytes=new_rows.size,
             rows_wire_bytes=len(rows),
-            rows=rows[:PART_BYTES],
+            rows=rows[: self.part_bytes],
             acked_sequence=self.acked_sequence,
             inserts=inserts,
             samples=samples,
@@ -284,9 +292,14 @@ class Stream:
         """Yields what is to be sent, until the stream is closed; raises what went wrong at this end."""
         while not self.closed.is_set():
             try:
-                yield self._messages.get(timeout=0.2)
+                message = self._messages.get(timeout=0.2)
             except queue.Empty:
                 continue
+            try:
+                self._session.budget.take(message.ByteSize(), self.closed)
+            except Stopped:
+                break
+            yield message
         if self._error is not None:
             raise self._error
 
@@ -310,10 +323,9 @@ class Stream:
                 session.wait_credit(self.closed)
                 message, rows = session.make_batch(sampler.draw(self.closed))
                 self._put(pb.SampleResponse(batch=message))
-                for offset in range(PART_BYTES, len(rows), PART_BYTES):
-                    part = pb.RowsPart(
-                        sequence=message.sequence, offset=offset, data=rows[offset : offset + PART_BYTES]
-                    )
+                size = session.part_bytes
+                for offset in range(size, len(rows), size):
+                    part = pb.RowsPart(sequence=message.sequence, offset=offset, data=rows[offset : offset + size])
                     self._put(pb.SampleResponse(part=part))
         except Stopped:
             pass
@@ -331,4 +343,5 @@ def figures(session: Session | None) -> dict[str, Any]:
         "batches_in_flight": len(session._in_flight),
         "mirror_rows": len(session._mirror),
         "priority_age_s": session.priority_age_s,
+        "row_level": session._row_level.level,
     }

@@ -5,17 +5,17 @@ import zlib
 from collections.abc import Iterable, Iterator
 
 from longhaul import codec
-from longhaul.channel import PART_BYTES, parts
+from longhaul.channel import PART_BYTES
 from longhaul.errors import Corruption
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.types import Snapshot
 
 
-def to_chunks(snapshot: Snapshot) -> Iterator[pb.WeightsChunk]:
-    """Cuts a snapshot into messages; each says which snapshot it belongs to and what the whole must be."""
+def to_chunks(snapshot: Snapshot, part_bytes: int = PART_BYTES) -> Iterator[pb.WeightsChunk]:
+    """Cuts a snapshot into messages of `part_bytes` at most; each says whose part it is and what the whole must be."""
     crc32 = zlib.crc32(snapshot.payload)
-    count = max(1, -(-len(snapshot.payload) // PART_BYTES))
-    for index, data in enumerate(parts(snapshot.payload)):
+    count = max(1, -(-len(snapshot.payload) // part_bytes))
+    for index in range(count):
         yield pb.WeightsChunk(
             epoch=snapshot.epoch,
             version=snapshot.version,
@@ -23,7 +23,7 @@ def to_chunks(snapshot: Snapshot) -> Iterator[pb.WeightsChunk]:
             count=count,
             total_bytes=len(snapshot.payload),
             crc32=crc32,
-            data=data,
+            data=snapshot.payload[index * part_bytes : (index + 1) * part_bytes],
         )
 
 

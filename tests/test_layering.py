@@ -21,7 +21,20 @@ ORDER = [
     # plain: standard library and numpy
     *("errors", "types", "config", "metrics", "workers"),
     # pure pieces
-    *("proto", "codec", "channel", "relay", "snapshots", "arrival", "mirror", "window", "link_meter", "background"),
+    *(
+        "proto",
+        "codec",
+        "security",
+        "budget",
+        "channel",
+        "relay",
+        "snapshots",
+        "arrival",
+        "mirror",
+        "row_level",
+        "window",
+    ),
+    *("link_meter", "publisher", "background"),
     *("nstep", "atari", "env", "streams", "networks", "policy", "dqn", "device_cache", "train_step"),
     # what speaks for a part
     *("buffer", "site_client", "session", "checkpoints", "evaluation"),

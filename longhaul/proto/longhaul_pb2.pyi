@@ -66,7 +66,7 @@ class SampleRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("learner_id", "epoch", "cache_rows", "batch_size", "minibatches", "window", "last_sequence", "run_id", "row_level")
+    __slots__ = ("learner_id", "epoch", "cache_rows", "batch_size", "minibatches", "window", "last_sequence", "run_id", "row_level", "budget_bytes_per_s")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CACHE_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Open(_message.Message):
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROW_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     learner_id: int
     epoch: int
     cache_rows: int
@@ -85,7 +86,8 @@ class Open(_message.Message):
     last_sequence: int
     run_id: str
     row_level: int
-    def __init__(self, learner_id: _Optional[int] = ..., epoch: _Optional[int] = ..., cache_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., minibatches: _Optional[int] = ..., window: _Optional[int] = ..., last_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., row_level: _Optional[int] = ...) -> None: ...
+    budget_bytes_per_s: float
+    def __init__(self, learner_id: _Optional[int] = ..., epoch: _Optional[int] = ..., cache_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., minibatches: _Optional[int] = ..., window: _Optional[int] = ..., last_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., row_level: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("sequence", "priorities", "width", "window")
