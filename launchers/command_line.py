@@ -28,7 +28,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "the run's folder: figures, logs
 
 _HELP_FLAGS = {"help", "helpshort", "helpfull", "h", "?"}
 # Libraries whose lines below a warning say nothing about a run.
-_QUIET_LOGGERS = ("jax", "orbax", "matplotlib", "h5py", "tensorflow")
+_QUIET_PACKAGES = ("jax", "orbax", "matplotlib", "tensorflow")
 
 Main = Callable[[config_dict.ConfigDict, workers.StopSignals], int | None]
 
@@ -154,8 +154,14 @@ def _readable(error: Exception) -> str:
 def _set_up_logging() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     absl_logging.set_verbosity(absl_logging.INFO)
-    for name in _QUIET_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_says_something)
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    # By the file that logged: orbax logs under absl's name, as we do.
+    quiet = any(f"/site-packages/{package}/" in record.pathname for package in _QUIET_PACKAGES)
+    return record.levelno >= logging.WARNING or not quiet
 
 
 def _plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ config.learner.max_updates updates, and leaves figures, logs, checkpoints, a sum
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -19,13 +20,11 @@ from ml_collections import config_dict
 from launchers import command_line, emulated_link, threads
 from launchers.progress import Progress, RunFigures
 from longhaul import workers
-from longhaul.errors import ConfigError, WorkerFailed
+from longhaul.errors import ConfigError
 from longhaul.metrics import write_atomically
 
 _SOURCES = Path(__file__).resolve().parent.parent
 _LEARNER_PYTHON = _SOURCES / ".venv-learner" / "bin" / "python"
-# From the start of the buffer node to its gateway.json; it loads TensorFlow, which a slow disk drags out.
-_GATEWAY_DEADLINE_S = 120.0
 # From the learner's end to the evaluation of the weights it published last.
 _LAST_EVALUATION_DEADLINE_S = 120.0
 _LOOK_S = 0.2
@@ -48,7 +47,6 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
     workdir = command_line.workdir_or_new()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "gateway.json").unlink(missing_ok=True)
         command_line.write_config(config, workdir)
     except OSError as error:
         raise ConfigError(f"--workdir={workdir} can't be used: {error.strerror}") from error
@@ -90,11 +88,11 @@ class _Run:
         Raises:
           WorkerFailed: a process of the run has failed.
         """
-        self._start(children, "buffer", "buffer", "--port=0", outlives_others=True)
-        gateway = self._wait_for_gateway(children, signals)
-        if gateway is None:
-            return "interrupted"
-        with emulated_link.reach(command_line.parse_address(gateway, "gateway"), link) as across:
+        # All processes load their libraries at the same time, so the address is chosen before the gateway listens.
+        port = _free_port()
+        gateway = f"127.0.0.1:{port}"
+        with emulated_link.reach(("127.0.0.1", port), link) as across:
+            self._start(children, "buffer", "buffer", f"--port={port}", outlives_others=True)
             self._start(
                 children, "learner", "learner", f"--gateway={across}", python=_learner_python(), may_finish=True
             )
@@ -113,18 +111,6 @@ class _Run:
         forwarded = command_line.config_arguments(sys.argv)
         argv = [python, "-m", f"launchers.{role}", *forwarded, f"--workdir={self._workdir}", *arguments]
         children.start(name, argv, env, **options)
-
-    def _wait_for_gateway(self, children: workers.Supervisor, signals: workers.StopSignals) -> str | None:
-        deadline = time.monotonic() + _GATEWAY_DEADLINE_S
-        path = self._workdir / "gateway.json"
-        while not path.exists():
-            children.check()
-            if time.monotonic() > deadline:
-                log = self._workdir / "logs" / "buffer.log"
-                raise WorkerFailed(f"the buffer node did not answer within {_GATEWAY_DEADLINE_S:g} s (log: {log})")
-            if signals.stop.wait(0.05):
-                return None
-        return json.loads(path.read_text())["address"]
 
     def _follow(self, children: workers.Supervisor, signals: workers.StopSignals) -> str:
         target = self._config.evaluation.target_return
@@ -184,6 +170,13 @@ class _Run:
             self._config.actor.num_actors,
             target if target < float("inf") else None,
         )
+
+
+def _free_port() -> int:
+    """Returns a port that nothing listens on now; were it taken before the gateway starts, the run fails by name."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _learner_python() -> str:
