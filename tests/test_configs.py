@@ -1,4 +1,4 @@
-"""Rules of the task files: each loads, holds to the bounds, says what its head must say, and names a real environment."""
+"""Rules of the task files: each loads, holds to the bounds, has a whole head, and names a real environment."""
 
 import importlib.util
 from pathlib import Path
