@@ -66,11 +66,13 @@ def open_channel(address: str, credentials: Credentials | None = None) -> grpc.C
     return grpc.intercept_channel(channel, SendToken(credentials.token))
 
 
-def our_error(error: grpc.RpcError, address: str, credentials: Credentials | None = None) -> LonghaulError:
+def our_error(
+    error: grpc.RpcError, address: str, credentials: Credentials | None = None, explain: bool = True
+) -> LonghaulError:
     """Maps a gRPC error to ours: the only place that reads status codes.
 
     A connection that never came to be is looked at once more, since a certificate that is refused today will be
-    refused tomorrow, while gRPC calls it unavailable.
+    refused tomorrow, while gRPC calls it unavailable. That look can take seconds; `explain=False` leaves it out.
 
     Returns:
       MismatchError for FAILED_PRECONDITION, Refused for what will stay refused, Outage for the rest.
@@ -81,7 +83,7 @@ def our_error(error: grpc.RpcError, address: str, credentials: Credentials | Non
         return MismatchError(f"{address}: {details}")
     if code in _REFUSALS:
         return Refused(f"{address} refused ({code.name}): {details}")
-    if code == grpc.StatusCode.UNAVAILABLE and (reason := explain_failure(address, credentials)):
+    if explain and code == grpc.StatusCode.UNAVAILABLE and (reason := explain_failure(address, credentials)):
         return Refused(f"{address}: {reason}")
     return Outage(f"{address} does not answer ({code.name}): {details}")
 

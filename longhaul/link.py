@@ -22,7 +22,7 @@ import numpy as np
 from longhaul import channel, codec
 from longhaul.arrival import Assembly, unpack_batch
 from longhaul.budget import Budget
-from longhaul.errors import Corruption, MismatchError, Outage, Stopped
+from longhaul.errors import Corruption, LonghaulError, MismatchError, Outage, Stopped
 from longhaul.link_meter import Meter
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
@@ -246,11 +246,13 @@ class LinkClient:
                     return
                 raise Outage(f"{self._address} ended the stream")
             except (grpc.RpcError, Outage, Corruption) as error:
-                ours = (
-                    channel.our_error(error, self._address, self._credentials)
-                    if isinstance(error, grpc.RpcError)
-                    else error
-                )
+                ours: LonghaulError
+                if isinstance(error, grpc.RpcError):
+                    # A stream that worked until now was cut, and that needs no explaining.
+                    explain = not self.meter.connected or not self._last_sequence
+                    ours = channel.our_error(error, self._address, self._credentials, explain)
+                else:
+                    ours = error
                 if self._done() or self._closing:
                     return
                 if isinstance(ours, Corruption):

@@ -153,6 +153,8 @@ class Relay:
                 finally:
                     self._writers.discard(target_writer)
                     target_writer.transport.abort()
+        except asyncio.CancelledError:
+            pass  # the relay ends; asyncio's streams would print it
         finally:
             self._writers.discard(writer)
             self._tasks.discard(task)

@@ -65,6 +65,8 @@ class Session:
         self._server = server
         self._spec = spec
         self._counters = counters
+        # One for all streams: to take a sampler down costs Reverb up to seconds.
+        self.sampler = ReplaySampler(server, self.count)
         self._mirror = Mirror(opened.cache_rows)
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
@@ -318,10 +320,9 @@ class Stream:
     def _draw(self) -> None:
         session = self._session
         try:
-            sampler = ReplaySampler(session._server, session.count)
             while True:
                 session.wait_credit(self.closed)
-                message, rows = session.make_batch(sampler.draw(self.closed))
+                message, rows = session.make_batch(session.sampler.draw(self.closed))
                 self._put(pb.SampleResponse(batch=message))
                 size = session.part_bytes
                 for offset in range(size, len(rows), size):
