@@ -12,13 +12,14 @@ import time
 from absl import flags, logging
 from ml_collections import config_dict
 
-from launchers import command_line, connection
+from launchers import command_line, connection, link_flags
 from longhaul import workers
 from longhaul.link import LinkClient
 from longhaul.metrics import MetricsWriter
 
 flags.adopt_module_key_flags(command_line)
 flags.adopt_module_key_flags(connection)
+flags.adopt_module_key_flags(link_flags)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
@@ -31,7 +32,15 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     logging.info("the run's folder is %s", workdir)
     metrics = MetricsWriter(workdir, "learner", config.metrics.tensorboard)
-    link = LinkClient(address, config, random.getrandbits(64), signals.stop, credentials=credentials)
+    link = LinkClient(
+        address,
+        config,
+        random.getrandbits(64),
+        signals.stop,
+        deadline_s=link_flags.DEADLINE_S.value or None,
+        credentials=credentials,
+        budget_bytes_per_s=link_flags.BUDGET.value,
+    )
     try:
         spec = link.describe().spec
         # Grows with each start on any host with a clock, so that a restarted learner's weights win at the site.

@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, emulated_link, threads
+from launchers import command_line, emulated_link, link_flags, threads
 from launchers.progress import Progress, RunFigures
 from longhaul import workers
 from longhaul.errors import ConfigError
@@ -40,6 +40,7 @@ _LEARNER_PYTHON_FLAG = flags.DEFINE_string(
     "interpreter for the learner; .venv-learner's where `make env-learner` built it, else this one",
 )
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(link_flags)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
@@ -93,9 +94,8 @@ class _Run:
         gateway = f"127.0.0.1:{port}"
         with emulated_link.reach(("127.0.0.1", port), link) as across:
             self._start(children, "buffer", "buffer", f"--port={port}", outlives_others=True)
-            self._start(
-                children, "learner", "learner", f"--gateway={across}", python=_learner_python(), may_finish=True
-            )
+            to_site = [f"--gateway={across}", *link_flags.arguments()]
+            self._start(children, "learner", "learner", *to_site, python=_learner_python(), may_finish=True)
             for index in range(self._config.actor.num_actors):
                 self._start(children, f"actor_{index}", "actor", f"--gateway={gateway}", f"--actor_index={index}")
             self._start(children, "evaluator", "evaluate", f"--gateway={gateway}", "--watch")

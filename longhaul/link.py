@@ -137,6 +137,7 @@ class LinkClient:
             row_level=self._config.row_level,
             budget_bytes_per_s=self._budget.bytes_per_s,
         )
+        self.meter.set_batch_size(batch_size)
         for thread in self._threads:
             thread.start()
 

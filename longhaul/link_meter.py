@@ -16,6 +16,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
+        self._batch_size = 1
         self._lock = threading.Lock()
         self._bytes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -35,6 +36,10 @@ class Meter:
         """Shortest of the latest round trips: the path's own, without what waits in queues; 0 before the first."""
         with self._lock:
             return min(self._rtts_s, default=0.0)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Says how many samples make an update."""
+        self._batch_size = batch_size
 
     def heard(self) -> None:
         """Notes a sign of life."""
@@ -122,6 +127,9 @@ class Meter:
                 **self._bytes,
                 **self._counts,
             }
+            carried = received - received_then + sent - sent_then
+            figures["link_projected_bytes_per_day"] = carried / elapsed_s * 86_400
             if samples:
                 figures["received_bytes_per_sample"] = (received - received_then) / samples
+                figures["link_bytes_per_update"] = carried / (samples / self._batch_size)
             return figures

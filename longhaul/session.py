@@ -40,6 +40,7 @@ class _InFlight:
     """What the gateway must remember of a batch until its Ack."""
 
     def __init__(self, drawn: DrawnSamples):
+        self.wire_bytes = 0
         self.keys = drawn.keys
         self.drawn_time_s = drawn.drawn_time_s
 
@@ -190,7 +191,7 @@ class Session:
             sequence = self._next_sequence
             self._next_sequence += 1
             placement = self._mirror.place(sequence, drawn.row_ids)
-            self._in_flight[sequence] = _InFlight(drawn)
+            self._in_flight[sequence] = in_flight = _InFlight(drawn)
         new_rows = drawn.rows[drawn.row_index.reshape(-1)[placement.new_places]]
         rows = self._row_level.compress(new_rows.tobytes()) if len(new_rows) else b""
         columns = codec.Columns(
@@ -216,6 +217,7 @@ class Session:
         )
         self._audit(message, drawn, placement.slots)
         message.draw_age_s = time.monotonic() - drawn.drawn_time_s
+        in_flight.wire_bytes = message.ByteSize() + max(0, len(rows) - self.part_bytes)
         return message, rows
 
     def _audit(self, message: pb.Batch, drawn: DrawnSamples, slots: np.ndarray) -> None:
@@ -342,6 +344,7 @@ def figures(session: Session | None) -> dict[str, Any]:
         "learner_connected": int(session.connected),
         "window": session._window,
         "batches_in_flight": len(session._in_flight),
+        "bytes_in_flight": sum(batch.wire_bytes for batch in list(session._in_flight.values())),
         "mirror_rows": len(session._mirror),
         "priority_age_s": session.priority_age_s,
         "row_level": session._row_level.level,
