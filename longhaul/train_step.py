@@ -5,7 +5,7 @@ thousand updates a second each further array would cost more than the numbers in
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +99,26 @@ def make_train_step(update: Update) -> TrainStep:
             state, priorities, metrics = update(state, cache, minibatch)
             return state, (priorities, jnp.stack([metrics[name] for name in METRICS]))
 
-        state, (priorities, figures) = jax.lax.scan(one, state, _unpack(packed))
+        follow = _one_by_one if cache.ndim > 2 and jax.default_backend() == "cpu" else jax.lax.scan
+        state, (priorities, figures) = follow(one, state, _unpack(packed))
         return state, jnp.concatenate([priorities.reshape(-1), figures.reshape(-1)])
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def _one_by_one(
+    step: Callable[..., Any], state: TrainState, minibatches: Minibatch
+) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+    """Does what lax.scan does, without a loop in the program: for images on a CPU.
+
+    XLA's CPU convolutions run on one thread, unoptimised, inside a loop, be it of one turn: the Nature CNN's update at
+    batch 32 took 0.7 s there and 0.1 s outside (jax 0.10.2, 2 cores). The MLP is faster inside.
+    """
+    outputs = []
+    for k in range(minibatches.actions.shape[0]):
+        state, output = step(state, Minibatch(*(column[k] for column in minibatches)))
+        outputs.append(output)
+    return state, jax.tree_util.tree_map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 def split_report(report: np.ndarray, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
