@@ -180,6 +180,8 @@ class Learner:
             # Copies on the device: what it donates must be its own.
             self._state = jax.tree_util.tree_map(lambda leaf: jnp.array(leaf, copy=True), restored[0])
             version = restored[1].version
+            # Whatever a clock set back says, these weights must win over those of the learner that wrote it.
+            self._epoch = max(epoch, restored[1].epoch + 1)
             logging.info("going on from the checkpoint of update %d", restored[1].step)
         self.updates = int(self._state.updates)
         self._tally = _Tally(int(self._state.skipped))
@@ -187,7 +189,7 @@ class Learner:
         self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype)
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config))
         self._copy_state = jax.jit(lambda state: jax.tree_util.tree_map(jnp.copy, state))
-        self._publisher = Publisher(link, config, epoch, version)
+        self._publisher = Publisher(link, config, self._epoch, version)
         self._saver: NewestOnly[tuple[dqn.TrainState, checkpoints.Progress]] = NewestOnly("checkpoints", self._save)
         self._failed_checkpoints = 0
         self._cache_resets = 0

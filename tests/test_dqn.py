@@ -1,7 +1,5 @@
 """Q-learning's mathematics against tables worked by hand, and the update step against its rules."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +8,11 @@ import pytest
 from longhaul import dqn, networks
 from longhaul.config import default
 from longhaul.types import ExperienceSpec
+from tests.strict_jax import strict  # noqa: F401 (a fixture)
 
 SPEC = ExperienceSpec("Test-v0", (2,), "float32", stack=1, num_actions=2, n_step=1, gamma=0.5)
 CACHE = np.array([[0, 0], [1, 0], [0, 1], [1, 1], [2, -1], [-1, 3]], np.float32)
 BATCH = 4
-
-
-@pytest.fixture(autouse=True)
-def strict_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
 
 
 def f32(*values):

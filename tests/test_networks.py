@@ -1,7 +1,5 @@
 """Networks: which rows get which network, what is scaled, and how weights become flat dicts."""
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
@@ -10,12 +8,7 @@ from longhaul import codec, networks
 from longhaul.config import default
 from longhaul.errors import ConfigError
 from longhaul.types import ExperienceSpec
-
-
-@pytest.fixture(autouse=True)
-def strict_promotion() -> Iterator[None]:
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        yield
+from tests.strict_jax import strict  # noqa: F401 (a fixture)
 
 
 def make_spec(row_shape, row_dtype="float32", stack=1, num_actions=3):
