@@ -2,9 +2,11 @@
 
 The only importer of Reverb (Cassirer et al. 2021), and through it of TensorFlow. An item of the table is one
 n-step transition. Its column `rows` refers to the distinct observation rows of both of its stacks, in order; each
-row is a chunk of its own (the row's id, then its bytes), so the replay holds every row once however many
-transitions refer to it. Its column `step` is a packed record: action, return, discount, the version of the
-weights that acted, and where in `rows` each place of the two stacks is found.
+row is a chunk of its own, so the replay holds every row once however many transitions refer to it. A row is stored
+as a string (codec.CellPacker: its id, then its bytes, compressed by the actor that made it): a draw then hands on
+what is stored, and only the few rows that must cross the link are ever unpacked again. Its column `step` is a packed
+record: action, return, discount, the version of the weights that acted, and where in `rows` each place of the two
+stacks is found.
 
 The table's limiter holds back samples only: the learner may draw at most `samples_per_insert` times what has
 been inserted. Inserts are never blocked by the table, since then an absent learner would stop a robot; actors
@@ -24,12 +26,12 @@ import reverb
 import tensorflow as tf
 from reverb import pybind
 
+from longhaul import codec
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
 
 TABLE = "replay"
 _ROW, _STEP = 0, 1  # columns of the writer
-_ID_BYTES = 8
 _FOREVER = 1e300  # Reverb takes a double; an insert is never blocked
 _RETRY_S = 0.1  # between looks at a pipe that was found full
 _DRAW_TIMEOUT_MS = 200  # how long one draw waits for the limiter before the sampler can look at the stop event
@@ -50,7 +52,7 @@ def step_dtype(stack: int) -> np.dtype:
 
 def _signature(spec: ExperienceSpec) -> dict[str, tf.TensorSpec]:
     return {
-        "rows": tf.TensorSpec([spec.rows_per_item, _ID_BYTES + spec.row_bytes], tf.uint8),
+        "rows": tf.TensorSpec([spec.rows_per_item], tf.string),
         "step": tf.TensorSpec([1, step_dtype(spec.stack).itemsize], tf.uint8),
     }
 
@@ -189,15 +191,15 @@ class ReplaySampler:
         drawn_time_s = time.monotonic()
         spec = self._spec
         count, per_item = self._batch, spec.rows_per_item
-        rows = sample.data["rows"].numpy()
+        cells = sample.data["rows"].numpy().ravel().tolist()
         step = sample.data["step"].numpy().reshape(count, -1).view(step_dtype(spec.stack)).reshape(count)
-        ids = np.ascontiguousarray(rows[:, :, :_ID_BYTES]).view("<i8").reshape(count, per_item)
+        ids = codec.cell_ids(cells).reshape(count, per_item)
         index = step["index"].astype(np.int32)
         return DrawnSamples(
             keys=sample.info.key.numpy(),
             row_ids=np.take_along_axis(ids, index, axis=1),
             row_index=index + np.arange(count, dtype=np.int32)[:, None] * per_item,
-            rows=rows.reshape(count * per_item, -1)[:, _ID_BYTES:],
+            cells=cells,
             actions=step["action"].astype(np.int32),
             returns=step["n_step_return"].astype(np.float32),
             discounts=step["discount"].astype(np.float32),
@@ -252,7 +254,7 @@ class ReplayWriter:
         self._pending_per_stream = max(1, max_pending_items // num_streams)
         self._timeout_ms = max(1, int(write_timeout_s * 1000))
         self._step_dtype = step_dtype(spec.stack)
-        self._row_bytes = _ID_BYTES + spec.row_bytes
+        self._packer = codec.CellPacker()
         self._streams = [_Stream(self._keep_rows) for _ in range(num_streams)]
         self.counters = {"written_items": 0, "dropped_items": 0, "refused_priorities": 0, "reconnects": 0}
         self._client = reverb.Client(address)
@@ -275,12 +277,11 @@ class ReplayWriter:
         Raises:
           LonghaulError: the row's size is not the spec's.
         """
-        packed = np.empty(self._row_bytes, np.uint8)
-        packed[:_ID_BYTES] = np.frombuffer(row_id.to_bytes(_ID_BYTES, "little"), np.uint8)
-        flat = np.ascontiguousarray(row).reshape(-1).view(np.uint8)
-        if flat.size != self._row_bytes - _ID_BYTES:
-            raise LonghaulError(f"a row of {flat.size} bytes can't be stored, the spec says {self._spec.row_bytes}")
-        packed[_ID_BYTES:] = flat
+        data = np.ascontiguousarray(row).tobytes()
+        if len(data) != self._spec.row_bytes:
+            raise LonghaulError(f"a row of {len(data)} bytes can't be stored, the spec says {self._spec.row_bytes}")
+        packed = np.empty((), object)  # Reverb's string; numpy's own would lose zeros at its end
+        packed[()] = self._packer.pack(row_id, data)
         own = self._streams[stream]
         if len(own.rows) == self._keep_rows:
             own.refs.pop(own.rows[0][0], None)

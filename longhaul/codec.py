@@ -24,6 +24,10 @@ MAX_WEIGHTS_BYTES = 4 * 2**30  # unpacked; refuses absurd claims before allocati
 _WEIGHTS_MAGIC = b"LHW1"
 _WEIGHTS_LEVEL = 3
 _COLUMNS_LEVEL = 3
+_CELL_LEVEL = 1  # in the actor's loop: quick
+_CELL_RAW, _CELL_ZSTD = b"\0", b"\1"
+_ID_BYTES = 8
+_SMALLEST_COMPRESSED_ROW_BYTES = 256
 _WEIGHTS_DTYPES = {"bfloat16": 2, "float32": 4}  # bytes per value
 
 
@@ -87,6 +91,46 @@ def _join_planes(data: memoryview, dtype: str, count: int) -> np.ndarray:
     width = np.dtype(dtype).itemsize
     planes = np.frombuffer(data, np.uint8, count * width).reshape(width, count)
     return planes.T.copy(order="C").view(dtype).reshape(count)
+
+
+class CellPacker:
+    """Makes the form in which the replay stores a row: its id (int64), one byte that says how, then its bytes.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=_CELL_LEVEL, write_content_size=True)
+
+    def pack(self, row_id: int, row: bytes) -> bytes:
+        """Returns the cell of one row; rows that do not shrink are kept as they are."""
+        name = row_id.to_bytes(_ID_BYTES, "little", signed=True)
+        if len(row) >= _SMALLEST_COMPRESSED_ROW_BYTES:
+            packed = self._compressor.compress(row)
+            if len(packed) < len(row):
+                return name + _CELL_ZSTD + packed
+        return name + _CELL_RAW + row
+
+
+def cell_ids(cells: list[bytes]) -> np.ndarray:
+    """Returns the row ids of cells, int64 [len(cells)]."""
+    return np.frombuffer(b"".join([cell[:_ID_BYTES] for cell in cells]), "<i8")
+
+
+def unpack_cells(cells: list[bytes], row_bytes: int) -> bytes:
+    """Returns the rows of cells, one after the other.
+
+    Raises:
+      Corruption: a cell that does not hold a row of row_bytes.
+    """
+    rows = []
+    for cell in cells:
+        how, data = cell[_ID_BYTES : _ID_BYTES + 1], cell[_ID_BYTES + 1 :]
+        row = decompress(data, row_bytes, row_bytes, "a stored row") if how == _CELL_ZSTD else data
+        if len(row) != row_bytes or how not in (_CELL_RAW, _CELL_ZSTD):
+            raise Corruption(f"a stored row of {len(row)} bytes, the spec says {row_bytes}")
+        rows.append(row)
+    return b"".join(rows)
 
 
 def columns_bytes(count: int, stack: int) -> int:

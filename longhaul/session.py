@@ -192,8 +192,8 @@ class Session:
             self._next_sequence += 1
             placement = self._mirror.place(sequence, drawn.row_ids)
             self._in_flight[sequence] = in_flight = _InFlight(drawn)
-        new_rows = drawn.rows[drawn.row_index.reshape(-1)[placement.new_places]]
-        rows = self._row_level.compress(new_rows.tobytes()) if len(new_rows) else b""
+        new_rows = self._rows(drawn, placement.new_places)
+        rows = self._row_level.compress(new_rows) if new_rows else b""
         columns = codec.Columns(
             placement.slots, drawn.actions, drawn.returns, drawn.discounts, drawn.probabilities.astype(np.float32)
         )
@@ -205,7 +205,7 @@ class Session:
             columns_bytes=codec.columns_bytes(self.count, self._spec.stack),
             table_size=drawn.table_size,
             new_slots=placement.new_slots.astype("<i4").tobytes(),
-            rows_bytes=new_rows.size,
+            rows_bytes=len(new_rows),
             rows_wire_bytes=len(rows),
             rows=rows[: self.part_bytes],
             acked_sequence=self.acked_sequence,
@@ -220,6 +220,11 @@ class Session:
         in_flight.wire_bytes = message.ByteSize() + max(0, len(rows) - self.part_bytes)
         return message, rows
 
+    def _rows(self, drawn: DrawnSamples, places: np.ndarray) -> bytes:
+        """Returns the rows that stand at flat places of the draw's row ids, one after the other."""
+        cells = [drawn.cells[i] for i in drawn.row_index.reshape(-1)[places].tolist()]
+        return codec.unpack_cells(cells, self._spec.row_bytes)
+
     def _audit(self, message: pb.Batch, drawn: DrawnSamples, slots: np.ndarray) -> None:
         """Now and then states what some of the batch's slots must hold, for the learner to look."""
         now_s = time.monotonic()
@@ -227,9 +232,8 @@ class Session:
             return
         self._next_audit_s = now_s + _AUDIT_PERIOD_S
         places = np.linspace(0, slots.size - 1, min(_AUDIT_SLOTS, slots.size)).astype(np.int64)
-        contents = drawn.rows[drawn.row_index.reshape(-1)[places]]
         message.audit_slots = slots.reshape(-1)[places].astype("<i4").tobytes()
-        message.audit_crc32 = zlib.crc32(contents.tobytes())
+        message.audit_crc32 = zlib.crc32(self._rows(drawn, places))
 
 
 class Stream:

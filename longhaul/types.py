@@ -80,8 +80,8 @@ class DrawnSamples(NamedTuple):
     Attributes:
       keys: uint64 [N], Reverb item keys.
       row_ids: int64 [N, 2*stack], observation rows then next observation rows.
-      row_index: int32 [N, 2*stack], where in `rows` (first axis flattened with the second) each row's bytes are.
-      rows: uint8 [N*rows_per_item, row_bytes].
+      row_index: int32 [N, 2*stack], where in `cells` each row is.
+      cells: N*rows_per_item rows as they are stored, see codec.CellPacker.
       actions: int32 [N].
       returns: float32 [N].
       discounts: float32 [N].
@@ -95,7 +95,7 @@ class DrawnSamples(NamedTuple):
     keys: np.ndarray
     row_ids: np.ndarray
     row_index: np.ndarray
-    rows: np.ndarray
+    cells: list[bytes]
     actions: np.ndarray
     returns: np.ndarray
     discounts: np.ndarray

@@ -455,7 +455,8 @@ def _read_back(server, count, decode):
     while len(found) < count:
         drawn = sampler.draw(threading.Event())
         for i, key in enumerate(drawn.keys.tolist()):
-            rows = drawn.rows[drawn.row_index[i]].copy().view(spec.row_dtype).reshape(shape)
+            cells = [drawn.cells[place] for place in drawn.row_index[i].tolist()]
+            rows = np.frombuffer(codec.unpack_cells(cells, spec.row_bytes), spec.row_dtype).reshape(shape)
             places = tuple(decode(row) for row in rows)
             found[key] = (
                 Stored(

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("reverb")
 
-from longhaul import buffer, config
+from longhaul import buffer, codec, config
 from longhaul.errors import ConfigError, LonghaulError, Stopped
 from longhaul.types import ExperienceSpec, NStepTransition
 
@@ -87,7 +87,7 @@ def test_every_drawn_transition_is_one_that_was_written(serve, spec):
             assert drawn.discounts[i] == np.float32(transition.discount)
             assert drawn.policy_versions[i] == int(transition.n_step_return)
             for place in range(2 * spec.stack):
-                stored = drawn.rows[drawn.row_index[i, place]].tobytes()
+                stored = codec.unpack_cells([drawn.cells[drawn.row_index[i, place]]], spec.row_bytes)
                 assert stored == _row(spec, int(drawn.row_ids[i, place])).tobytes()
     assert len(seen) == len(written)
 

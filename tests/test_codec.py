@@ -120,3 +120,24 @@ def test_half_priorities_saturate_and_never_become_zero():
 def test_priorities_of_the_wrong_size_are_refused():
     with pytest.raises(Corruption):
         codec.unpack_priorities(bytes(9), 4, 2)
+
+
+@pytest.mark.parametrize("row", [b"\0" * 7, b"\0" * 7056, bytes(range(256)) * 8, np.random.default_rng(0).bytes(7056)])
+def test_a_stored_row_comes_back_with_its_id(row):
+    packer = codec.CellPacker()
+    cells = [packer.pack(row_id, row) for row_id in (0, 5, 2**62)]
+    assert codec.cell_ids(cells).tolist() == [0, 5, 2**62]
+    assert codec.unpack_cells(cells, len(row)) == 3 * row
+    assert all(len(cell) <= len(row) + 9 for cell in cells)
+
+
+@pytest.mark.parametrize("cell", [b"", b"\0" * 8, b"\0" * 9 + b"12", b"\0" * 8 + b"\1" + b"12", b"\0" * 8 + b"\7123"])
+def test_a_damaged_stored_row_is_refused(cell):
+    with pytest.raises(Corruption):
+        codec.unpack_cells([cell], 3)
+
+
+def test_a_stored_row_that_unpacks_to_more_than_a_row_is_refused():
+    bomb = bytes(8) + b"\1" + codec.compress(bytes(10**7), 1)
+    with pytest.raises(Corruption):
+        codec.unpack_cells([bomb], 100)
