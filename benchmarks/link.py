@@ -7,14 +7,17 @@
 `serve` fills a buffer node with transitions of several games, played by a random policy with the standard
 preprocessing (84x84 grey, frame skip 4, stack 4, n-step 3), then inserts one transition for each `--replay_ratio`
 drawn. `pull` draws batches of 512 and sends priorities back, with longhaul's link (rows into the device cache) or
-with the stock Reverb client (TrajectoryDataset, the best of several in-flight and worker counts). `run` does both
-through the project's relay. The last line is one JSON object.
+with the stock Reverb client (TrajectoryDataset, the best of several in-flight and worker counts). The stock client
+has a Reverb server of its own, on the next port, where the same transitions lie as Reverb's users store them: frames
+as uint8, stacked by reference. `run` does both through the project's relay. The last line is one JSON object.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -26,11 +29,12 @@ import numpy as np
 
 from benchmarks import tcp
 from longhaul import config as config_lib
-from longhaul.types import ExperienceSpec
+from longhaul.types import ExperienceSpec, NStepTransition
 
 GAMES = ("Breakout", "Pong", "SpaceInvaders", "Seaquest")
 STACK, N_STEP, GAMMA, BATCH = 4, 3, 0.99, 512
 SPEC = ExperienceSpec("ALE", (84, 84), "uint8", STACK, 18, N_STEP, GAMMA)
+STOCK_TABLE = "stock"
 # In flight per worker, and workers: what the stock client is tried with.
 REVERB_SETTINGS = ((100, 1), (100, 4), (500, 4), (1000, 4), (2000, 4), (1000, 8))
 
@@ -65,74 +69,159 @@ def play(game: str, steps: int, seed: int) -> Iterator[tuple[np.ndarray, int, fl
     env.close()
 
 
+class OurReplay:
+    """Inserts transitions through longhaul's writer."""
+
+    def __init__(self, address: str, stop: threading.Event):
+        from longhaul import channel
+        from longhaul.buffer import ReplayWriter
+        from longhaul.proto import longhaul_pb2 as pb
+        from longhaul.proto import longhaul_pb2_grpc as rpc
+        from longhaul.site_client import SiteClient
+
+        replay = SiteClient(address, "actor", stop).announce(SPEC).replay_address
+        self._writers = [ReplayWriter(replay, SPEC, 1, STACK + N_STEP + 1, 256, 30.0) for _ in GAMES]
+        self._stub = rpc.GatewayStub(channel.open_channel(address))
+        self._request = pb.HealthRequest()
+
+    def samples(self) -> int:
+        """Returns how many were drawn so far."""
+        return self._stub.Health(self._request, timeout=10).samples
+
+    def add_row(self, game: int, row_id: int, row: np.ndarray) -> None:
+        self._writers[game].add_row(0, row_id, row)
+
+    def add(self, game: int, transition: NStepTransition, priority: float) -> None:
+        self._writers[game].add_transition(0, transition, 1, priority)
+
+
+class StockReplay:
+    """Inserts transitions with Reverb's public writer, as its documentation shows."""
+
+    def __init__(self, address: str):
+        import reverb
+
+        self._client = reverb.Client(address)
+        self._kept = 2 * (STACK + N_STEP)
+        self._writers = [self._client.trajectory_writer(self._kept) for _ in GAMES]
+        for writer in self._writers:
+            for name in ("frame", "action", "n_step_return", "discount"):
+                writer.configure((name,), num_keep_alive_refs=self._kept, max_chunk_length=1)
+        self._places: list[dict[int, int]] = [{} for _ in GAMES]
+        self._pending = 0
+
+    def samples(self) -> int:
+        return self._client.server_info()[STOCK_TABLE].rate_limiter_info.sample_stats.completed
+
+    def add_row(self, game: int, row_id: int, row: np.ndarray) -> None:
+        self._places[game][row_id] = self._writers[game].episode_steps
+        self._writers[game].append({"frame": row})
+
+    def add(self, game: int, transition: NStepTransition, priority: float) -> None:
+        writer, places = self._writers[game], self._places[game]
+        steps = {"action": transition.action, "n_step_return": transition.n_step_return}
+        writer.append({**{k: np.float32(v) for k, v in steps.items()}, "discount": np.float32(transition.discount)})
+        history, length = writer.history, writer.episode_steps
+
+        def frames(ids: tuple[int, ...]) -> Any:
+            return history["frame"][[places[i] - length for i in ids]]
+
+        # Reverb reads a cell that stands twice in a row as a slice of two: padded stacks are left out here.
+        if len(set(transition.obs_ids)) < STACK or len(set(transition.next_ids)) < STACK:
+            return
+        writer.create_item(
+            STOCK_TABLE,
+            priority,
+            {
+                "obs": frames(transition.obs_ids),
+                "next_obs": frames(transition.next_ids),
+                "action": history["action"][-1],
+                "n_step_return": history["n_step_return"][-1],
+                "discount": history["discount"][-1],
+            },
+        )
+        self._pending += 1
+        if self._pending % 64 == 0:
+            for one in self._writers:
+                one.flush(32)
+        while len(places) > self._kept:
+            del places[next(iter(places))]
+
+
 class Feeder:
     """Inserts played transitions: first until the replay is full, then at the replay ratio, from the same plays."""
 
-    def __init__(self, address: str, transitions: int, stop: threading.Event):
-        from longhaul.buffer import ReplayWriter
-        from longhaul.site_client import SiteClient
-
+    def __init__(self, replays: list[OurReplay | StockReplay], transitions: int, stop: threading.Event):
         self._stop = stop
-        self._site = SiteClient(address, "actor", stop)
-        description = self._site.announce(SPEC)
-        self._writers = [
-            ReplayWriter(description.replay_address, SPEC, 1, STACK + N_STEP + 1, 256, 30.0) for _ in GAMES
-        ]
         steps = transitions // len(GAMES)
         self._plays = [list(play(game, steps, seed)) for seed, game in enumerate(GAMES)]
         self._ids = itertools.count(secrets.randbits(30) << 33)
         self._rng = np.random.default_rng(0)
-        self._source = self._insert_for_ever()
+        self._replays = replays
+        self._sources = [self._insert_for_ever(replay) for replay in replays]
 
-    def _insert_for_ever(self) -> Iterator[None]:
+    def _insert_for_ever(self, replay: OurReplay | StockReplay) -> Iterator[None]:
         """Inserts one transition at a time, game by game in turn, yielding after each."""
-        streams = [self._one_game(g) for g in range(len(GAMES))]
+        streams = [self._one_game(replay, g) for g in range(len(GAMES))]
         while True:
             for stream in streams:
                 yield next(stream)
 
-    def _one_game(self, game: int) -> Iterator[None]:
+    def _one_game(self, replay: OurReplay | StockReplay, game: int) -> Iterator[None]:
         from longhaul.nstep import NStepAccumulator
 
-        writer, steps = self._writers[game], NStepAccumulator(N_STEP, GAMMA, STACK)
+        steps = NStepAccumulator(N_STEP, GAMMA, STACK)
         while True:
             for row, action, reward, terminated, first in self._plays[game]:
                 row_id = next(self._ids)
-                writer.add_row(0, row_id, row)
+                replay.add_row(game, row_id, row)
                 if first:
                     steps.abandon()
                     steps.start(row_id)
                     continue
                 for transition in steps.step(action, float(np.sign(reward)), terminated, False, row_id):
-                    writer.add_transition(0, transition, 1, float(self._rng.exponential()) + 1e-3)
+                    replay.add(game, transition, float(self._rng.exponential()) + 1e-3)
                     yield
 
     def insert(self, count: int) -> None:
-        for _ in range(count):
-            next(self._source)
+        """Inserts into every replay."""
+        for source in self._sources:
+            for _ in range(count):
+                next(source)
 
     def follow(self, ratio: float) -> None:
-        """Inserts one transition per `ratio` samples drawn, until the stop event."""
-        from longhaul import channel
-        from longhaul.proto import longhaul_pb2 as pb
-        from longhaul.proto import longhaul_pb2_grpc as rpc
-
-        stub = rpc.GatewayStub(channel.open_channel(self._site._address))
-        first = stub.Health(pb.HealthRequest(), timeout=10)
-        inserted = 0
+        """Inserts one transition per `ratio` samples drawn, into the replay they were drawn from."""
+        before = [replay.samples() for replay in self._replays]
+        inserted = [0 for _ in self._replays]
         while not self._stop.wait(0.02):
-            health = stub.Health(pb.HealthRequest(), timeout=10)
-            due = int((health.samples - first.samples) / ratio) - inserted
-            self.insert(min(due, 500))
-            inserted += min(due, 500)
+            for i, replay in enumerate(self._replays):
+                due = min(500, int((replay.samples() - before[i]) / ratio) - inserted[i])
+                for _ in range(due):
+                    next(self._sources[i])
+                inserted[i] += max(0, due)
+
+
+def _stock_server(capacity: int, port: int) -> Any:
+    import reverb
+
+    table = reverb.Table(
+        STOCK_TABLE,
+        sampler=reverb.selectors.Prioritized(0.6),
+        remover=reverb.selectors.Fifo(),
+        max_size=capacity,
+        rate_limiter=reverb.rate_limiters.MinSize(1000),
+    )
+    return reverb.Server([table], port=port)
 
 
 def serve(arguments: argparse.Namespace) -> None:
     """A buffer node in this process, a feeder in another."""
     from longhaul.gateway import Gateway
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     gateway = Gateway(_config(arguments.capacity), arguments.host, arguments.port, arguments.replay_port)
     gateway.start()
+    stock = _stock_server(arguments.capacity, gateway.port + 1)
     command = [sys.executable, "-m", "benchmarks.link", "feed", f"--address=127.0.0.1:{gateway.port}"]
     command += [f"--transitions={arguments.transitions}", f"--replay_ratio={arguments.replay_ratio}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as feeder:
@@ -146,11 +235,18 @@ def serve(arguments: argparse.Namespace) -> None:
         finally:
             feeder.terminate()
             gateway.stop()
+            stock.stop()
+
+
+def _next_port(address: str) -> str:
+    host, port = address.rsplit(":", 1)
+    return f"{host}:{int(port) + 1}"
 
 
 def feed(arguments: argparse.Namespace) -> None:
     stop = threading.Event()
-    feeder = Feeder(arguments.address, arguments.transitions, stop)
+    replays = [OurReplay(arguments.address, stop), StockReplay(_next_port(arguments.address))]
+    feeder = Feeder(replays, arguments.transitions, stop)
     feeder.insert(arguments.transitions)
     print("ready", flush=True)
     if arguments.replay_ratio:
@@ -236,17 +332,14 @@ def _pull_reverb_once(address: str, in_flight: int, workers: int, seconds: float
     import reverb
     import tensorflow as tf
 
-    from longhaul.buffer import TABLE, step_dtype
-
-    shapes = {
-        "rows": tf.TensorShape([SPEC.rows_per_item, 8 + SPEC.row_bytes]),
-        "step": tf.TensorShape([1, step_dtype(STACK).itemsize]),
-    }
+    frames = tf.TensorSpec([STACK, *SPEC.row_shape], tf.uint8)
+    scalar = tf.TensorSpec([], tf.float32)
+    signature = {"obs": frames, "next_obs": frames, "action": scalar, "n_step_return": scalar, "discount": scalar}
     dataset = reverb.TrajectoryDataset(
         server_address=address,
-        table=TABLE,
-        dtypes={"rows": tf.uint8, "step": tf.uint8},
-        shapes=shapes,
+        table=STOCK_TABLE,
+        dtypes={name: spec.dtype for name, spec in signature.items()},
+        shapes={name: spec.shape for name, spec in signature.items()},
         max_in_flight_samples_per_worker=in_flight,
         num_workers_per_iterator=workers,
     )
@@ -261,7 +354,7 @@ def _pull_reverb_once(address: str, in_flight: int, workers: int, seconds: float
             wake.clear()
             while updates:
                 keys, priorities = updates.pop(0)
-                client.mutate_priorities(TABLE, dict(zip(keys.tolist(), priorities.tolist())))
+                client.mutate_priorities(STOCK_TABLE, dict(zip(keys.tolist(), priorities.tolist())))
 
     updater = threading.Thread(target=update, daemon=True)
     updater.start()
@@ -273,7 +366,7 @@ def _pull_reverb_once(address: str, in_flight: int, workers: int, seconds: float
         began_s = time.monotonic()
         batch = next(iterator)
         waited_s += time.monotonic() - began_s
-        _ = batch.data["rows"].numpy()
+        _ = batch.data["obs"].numpy(), batch.data["next_obs"].numpy()
         updates.append((batch.info.key.numpy(), rng.exponential(size=BATCH) + 1e-3))
         wake.set()
         samples += BATCH
@@ -294,19 +387,7 @@ def _pull_reverb_once(address: str, in_flight: int, workers: int, seconds: float
 
 def pull_reverb(arguments: argparse.Namespace) -> dict[str, Any]:
     """Draws with the stock client: the best of REVERB_SETTINGS in short tries, then for the time asked."""
-    import grpc
-
-    from longhaul import channel
-    from longhaul.proto import longhaul_pb2 as pb
-    from longhaul.proto import longhaul_pb2_grpc as rpc
-
-    address = arguments.replay_address
-    if not address:
-        with channel.open_channel(arguments.address) as connection:
-            grpc.channel_ready_future(connection).result(timeout=30)
-            request = pb.DescribeRequest(protocol_version=channel.PROTOCOL_VERSION, role="actor")
-            port = rpc.GatewayStub(connection).Describe(request, timeout=30).replay_port
-        address = f"{arguments.address.rsplit(':', 1)[0]}:{port}"
+    address = _next_port(arguments.address)
     port = int(address.rsplit(":", 1)[1])
     tries = [_pull_reverb_once(address, n, workers, arguments.try_s, port) for n, workers in REVERB_SETTINGS]
     best = max(tries, key=lambda result: result["samples_per_s"])
@@ -317,8 +398,6 @@ def pull_reverb(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both clients through the relay, one after the other, from one buffer node."""
-    from longhaul.relay import Relay
-
     command = [sys.executable, "-m", "benchmarks.link", "serve", "--host=127.0.0.1", "--port=0"]
     command += [f"--transitions={arguments.transitions}"]
     results: dict[str, Any] = {"rtt_ms": arguments.rtt_ms, "rate_mbit": arguments.rate_mbit}
@@ -327,14 +406,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             assert site.stdout is not None
             line = next(line for line in site.stdout if line.startswith("ready"))
             gateway = line.split()[1]
-            replay = json.loads(_child(["replay_address", f"--address={gateway}"], arguments.python)[-1])
-            for client, target in (("longhaul", gateway), ("reverb", replay)):
-                host, port = target.rsplit(":", 1)
-                rate = arguments.rate_mbit * 1e6 / 8
-                with Relay((host, int(port)), arguments.rtt_ms / 1000, rate) as relay:
+            host, port = gateway.rsplit(":", 1)
+            rate = arguments.rate_mbit * 1e6 / 8
+            for client in ("longhaul", "reverb"):
+                # The relay's port is the clients' gateway; the stock server's comes right after it.
+                with _relays(host, int(port), arguments.rtt_ms / 1000, rate) as address:
                     words = ["pull", f"--client={client}", f"--seconds={arguments.seconds}"]
-                    words += [f"--address={relay.address}", f"--warmup_s={arguments.warmup_s}"]
-                    words += [f"--replay_address={relay.address}"] if client == "reverb" else []
+                    words += [f"--address={address}", f"--warmup_s={arguments.warmup_s}"]
                     interpreter = arguments.learner_python if client == "longhaul" else arguments.python
                     results[client] = json.loads(_child(words, interpreter)[-1])
         finally:
@@ -346,19 +424,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+@contextlib.contextmanager
+def _relays(host: str, port: int, rtt_s: float, rate_bytes_per_s: float) -> Iterator[str]:
+    """Relays a gateway's port and the next one, on neighbouring ports too."""
+    from longhaul.errors import WorkerFailed
+    from longhaul.relay import Relay
+
+    for _ in range(20):
+        with contextlib.suppress(WorkerFailed), Relay((host, port), rtt_s, rate_bytes_per_s) as first:
+            with Relay((host, port + 1), rtt_s, rate_bytes_per_s, port=first.port + 1):
+                yield first.address
+                return
+    raise SystemExit("no two neighbouring ports are free")
+
+
 def _child(words: list[str], interpreter: str) -> list[str]:
     command = [interpreter, "-m", "benchmarks.link", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()
-
-
-def replay_address(arguments: argparse.Namespace) -> str:
-    """Asks a gateway, as an actor would, where its replay listens."""
-    from longhaul.site_client import SiteClient
-
-    site = SiteClient(arguments.address, "actor", threading.Event())
-    address = site.announce(None, 30.0).replay_address
-    site.close()
-    return address
 
 
 def main() -> None:
@@ -372,7 +454,6 @@ def main() -> None:
     feeder = commands.add_parser("feed")
     client = commands.add_parser("pull")
     client.add_argument("--client", choices=("longhaul", "reverb"), default="longhaul")
-    client.add_argument("--replay_address", default="", help="Reverb's, where it is not what the gateway says")
     client.add_argument("--cache_mb", type=int, default=1024)
     client.add_argument("--try_s", type=float, default=4.0)
     both = commands.add_parser("run")
@@ -380,8 +461,7 @@ def main() -> None:
     both.add_argument("--rate_mbit", type=float, default=100.0)
     both.add_argument("--python", default=sys.executable)
     both.add_argument("--learner_python", default=sys.executable)
-    where = commands.add_parser("replay_address")
-    for command in (feeder, client, where):
+    for command in (feeder, client):
         command.add_argument("--address", required=True)
     for command in (client, both):
         command.add_argument("--seconds", type=float, default=20.0)
@@ -395,8 +475,6 @@ def main() -> None:
         print(json.dumps(pulls[arguments.client](arguments)))
     elif arguments.command == "run":
         print(json.dumps(run(arguments)))
-    elif arguments.command == "replay_address":
-        print(json.dumps(replay_address(arguments)))
     else:
         {"serve": serve, "feed": feed}[arguments.command](arguments)
 
