@@ -48,7 +48,7 @@ def run(main: Main, role: str, grace_s: float = workers.GRACE_S) -> NoReturn:
     def work(signals: workers.StopSignals) -> int | None:
         return main(_parse_config(sys.argv), signals)
 
-    sys.exit(workers.run_worker(work, grace_s))
+    workers.end_process(workers.run_worker(work, grace_s))
 
 
 def run_without_config(main: Callable[[workers.StopSignals], int | None]) -> NoReturn:
@@ -60,7 +60,7 @@ def run_without_config(main: Callable[[workers.StopSignals], int | None]) -> NoR
         _parse_flags(sys.argv)
         return main(signals)
 
-    sys.exit(workers.run_worker(work))
+    workers.end_process(workers.run_worker(work))
 
 
 def workdir() -> Path | None:

@@ -102,7 +102,8 @@ class _Run:
             try:
                 return self._follow(children, signals)
             finally:
-                children.stop()  # while the link still stands
+                for name in children.stop():  # while the link still stands
+                    print(f"{name} did not stop in time and was killed; see {self._workdir}/logs/{name}.log")
 
     def _start(self, children: workers.Supervisor, name: str, role: str, *arguments: str, **options: Any) -> None:
         python = options.pop("python", sys.executable)

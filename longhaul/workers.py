@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from longhaul.errors import LonghaulError, Stopped, WorkerFailed
 
@@ -124,6 +126,18 @@ def run_worker(work: Callable[[StopSignals], int | None], grace_s: float | None 
     if status == 0 and signals.signum is not None:
         status = 128 + signals.signum
     return status
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process now, with what it has written flushed, and without tearing down the interpreter.
+
+    What native libraries do while a process is torn down is beyond us: Reverb's sampler threads wait there for
+    samples that never come. By now all that must be kept has been closed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def print_reason(text: str) -> None:

@@ -84,6 +84,7 @@ def test_a_whole_run_ends_by_itself_and_leaves_what_it_promises(tmp_path):
     process = start("launchers.local", SMOKE, "--link=rtt_ms=20,rate_mbit=50", f"--workdir={tmp_path}")
     out, _ = process.communicate(timeout=280)
     assert process.returncode == 0, out
+    assert "was killed" not in out
     assert out.splitlines()[-1] == f"plot: {tmp_path}/plots/run.png"
     assert (tmp_path / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
 
@@ -137,6 +138,7 @@ def test_a_killed_actor_ends_the_run_by_name(endless_run):
     os.kill(processes_of(workdir)["launchers.actor--actor_index=1"], signal.SIGKILL)
     out, _ = process.communicate(timeout=STOP_S)
     assert process.returncode == 1
+    assert "was killed" not in out
     assert out.splitlines()[-1].startswith("error: actor_1 ended with status 137")
     assert not processes_of(workdir)
     assert [path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]

@@ -121,6 +121,18 @@ def test_a_thread_that_never_ends_does_not_keep_a_finished_process():
     assert process.returncode == 1
 
 
+def test_ending_a_process_waits_for_no_thread_and_loses_no_output():
+    body = 'import threading; threading.Thread(target=time.sleep, args=(60,)).start(); print("written"); end_process(3)'
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import time; from longhaul.workers import end_process; {body}"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (ended.returncode, ended.stdout) == (3, "written\n")
+
+
 def test_the_same_request_arriving_twice_does_not_hurry():
     process = started(
         'print("ready", flush=True); signals.stop.wait(60); time.sleep(0.2); return 7 + signals.hurry.is_set()'
