@@ -10,8 +10,8 @@ Preprocessing as in Mnih et al. 2015, set out by Machado et al. 2018: 4 frames a
 grey, 84x84, 4 frames stacked, rewards clipped to their sign, up to 30 no-ops at the start, no sticky actions. Network:
 the Nature CNN, dueling. From Rainbow (Hessel et al. 2018): batch 32, 8 samples drawn per step, first sample at 20,000,
 Adam at 6.25e-5 with epsilon 1.5e-4, n-step 3, priority exponent 0.5, target copied every 8,000 steps (2,000 updates).
-From Ape-X (Horgan et al. 2018): the exploration ladder. Replay is a tenth of Rainbow's million. With a GPU, Ape-X's batch
-of 512 makes better use of it: --config.learner.batch_size=512.
+From Ape-X (Horgan et al. 2018): the exploration ladder. Replay is a tenth of Rainbow's million. With a GPU, Ape-X's
+batch of 512 makes better use of it: --config.learner.batch_size=512.
 """
 
 from ml_collections import config_dict
