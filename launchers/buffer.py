@@ -9,11 +9,11 @@ Listens on loopback unless told otherwise. Actors of the site and the learner bo
 import json
 import sys
 
-from absl import flags, logging
+from absl import flags
 from ml_collections import config_dict
 
 from launchers import command_line, connection, reverb_check
-from longhaul import security, workers
+from longhaul import workers
 from longhaul.metrics import MetricsWriter, write_atomically
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address the gateway listens on")
@@ -34,11 +34,6 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     metrics = MetricsWriter(workdir, "gateway", config.metrics.tensorboard)
     gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials)
     gateway.start()
-    if not security.is_loopback(_HOST.value):
-        logging.warning(
-            "Reverb's own port listens on every interface, unencrypted and without a password: let only the site's "
-            "hosts through to it (README.md, Secure it)"
-        )
     try:
         address = f"{_HOST.value}:{gateway.port}"
         if workdir is not None:

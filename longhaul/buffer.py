@@ -87,6 +87,24 @@ def _check_free(port: int) -> None:
             )
 
 
+def outside_address(port: int) -> str | None:
+    """Returns an address of this host, not the loopback, at which a port answers; None if there is none.
+
+    Connects to this host's own addresses only: a firewall in front of it may still let nobody in.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the kernel which address it would send from
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+    if own.startswith("127."):
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
+        attempt.settimeout(2.0)
+        return own if attempt.connect_ex((own, port)) == 0 else None
+
+
 class ReplayServer:
     """The Reverb server with the table `replay`.
 

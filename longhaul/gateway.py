@@ -144,6 +144,13 @@ class Gateway:
             if self._table is None:
                 self._table = buffer.ReplayServer(spec, self._replay, self._replay_port)
                 logging.info("replay for %s listens on port %d", spec, self._table.port)
+                if outside := buffer.outside_address(self._table.port):
+                    logging.warning(
+                        "Reverb answers at %s:%d, unencrypted and without a password: close that port to other hosts "
+                        "(launchers/site/replay-port.nft does it)",
+                        outside,
+                        self._table.port,
+                    )
         if differences := self._table.spec.differences(spec):
             self._counters["refused_actors"] += 1
             raise MismatchError(f"this site's experience differs from yours: {'; '.join(differences)}")

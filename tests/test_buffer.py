@@ -1,6 +1,7 @@
 """The replay against a real Reverb server: what is written is what is drawn, as often as its priority says."""
 
 import pathlib
+import socket
 import threading
 
 import numpy as np
@@ -241,3 +242,12 @@ def test_a_taken_port_names_the_flag(serve):
     server = serve()
     with pytest.raises(ConfigError, match="replay_port"):
         serve(port=server.port)
+
+
+def test_a_port_that_answers_beyond_the_loopback_is_found():
+    with socket.create_server(("0.0.0.0", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as inside:
+        assert buffer.outside_address(inside.getsockname()[1]) is None
+        found = buffer.outside_address(everywhere.getsockname()[1])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if probe.connect_ex(("192.0.2.1", 9)) == 0 and not probe.getsockname()[0].startswith("127."):
+                assert found == probe.getsockname()[0]
