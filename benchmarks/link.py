@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -472,7 +473,8 @@ def main() -> None:
     arguments = parser.parse_args()
     pulls = {"longhaul": pull_longhaul, "reverb": pull_reverb}
     if arguments.command == "pull":
-        print(json.dumps(pulls[arguments.client](arguments)))
+        print(json.dumps(pulls[arguments.client](arguments)), flush=True)
+        os._exit(0)  # Reverb's samplers do not always let an interpreter end
     elif arguments.command == "run":
         print(json.dumps(run(arguments)))
     else:

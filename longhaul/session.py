@@ -328,7 +328,9 @@ class Stream:
         try:
             while True:
                 session.wait_credit(self.closed)
+                began_s = time.monotonic()
                 message, rows = session.make_batch(session.sampler.draw(self.closed))
+                message.service_s = time.monotonic() - began_s
                 self._put(pb.SampleResponse(batch=message))
                 size = session.part_bytes
                 for offset in range(size, len(rows), size):

@@ -39,7 +39,7 @@ class Window:
                 self._consumed.popleft()
 
     def arrived(self, service_s: float) -> None:
-        """Notes how long both ends worked on a batch, from its draw to its delivery, the path left out."""
+        """Notes how long both ends worked on a batch, from its credit to its delivery, the path left out."""
         with self._lock:
             self._service_s.append(service_s)
 
