@@ -432,10 +432,13 @@ def _relays(host: str, port: int, rtt_s: float, rate_bytes_per_s: float) -> Iter
     from longhaul.relay import Relay
 
     for _ in range(20):
-        with contextlib.suppress(WorkerFailed), Relay((host, port), rtt_s, rate_bytes_per_s) as first:
-            with Relay((host, port + 1), rtt_s, rate_bytes_per_s, port=first.port + 1):
-                yield first.address
-                return
+        with (
+            contextlib.suppress(WorkerFailed),
+            Relay((host, port), rtt_s, rate_bytes_per_s) as first,
+            Relay((host, port + 1), rtt_s, rate_bytes_per_s, port=first.port + 1),
+        ):
+            yield first.address
+            return
     raise SystemExit("no two neighbouring ports are free")
 
 
