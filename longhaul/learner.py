@@ -27,6 +27,8 @@ _WAIT_S = 0.2
 # For the last snapshot and the last checkpoint, within the time that an orderly stop may take.
 _CLOSE_TIMEOUT_S = 6.0
 
+_APPLIED, _TARGET_MOVED = dqn.METRICS.index("applied"), dqn.METRICS.index("target_moved")
+
 
 class _InFlight(NamedTuple):
     """A batch handed to the device and not yet acknowledged."""
@@ -113,22 +115,22 @@ class _Tally:
         self.sample_age_s = 0.0
         self.new_rows = 0
         self._sums = np.zeros(len(dqn.METRICS), np.float64)
-        self._applied = 0
 
     def add(self, figures: np.ndarray) -> None:
         """Adds [K, F] figures; the means leave out minibatches that were skipped, whose figures are not finite."""
-        applied = figures[:, dqn.METRICS.index("applied")] > 0
-        count = int(applied.sum())
+        sums = figures.sum(axis=0)
         self.updates += len(figures)
-        self.skipped += len(figures) - count
-        self._applied += count
-        self._sums += figures.sum(axis=0) if count == len(figures) else figures[applied].sum(axis=0)
-        self.target_updates += int(figures[applied, dqn.METRICS.index("target_moved")].sum())
+        if sums[_APPLIED] < len(figures):
+            self.skipped += len(figures) - int(sums[_APPLIED])
+            sums = figures[figures[:, _APPLIED] > 0].sum(axis=0)
+        self._sums += sums
+        self.target_updates += int(sums[_TARGET_MOVED])
 
     def means(self) -> dict[str, float]:
         """Returns the means since `begin`; NaN if nothing was applied."""
-        sums = self._sums / self._applied if self._applied else np.full(len(self._sums), np.nan)
-        return {n: float(x) for n, x in zip(dqn.METRICS, sums) if n not in ("applied", "target_moved")}
+        applied = self._sums[_APPLIED]
+        means = self._sums / applied if applied else np.full(len(self._sums), np.nan)
+        return {n: float(x) for n, x in zip(dqn.METRICS, means) if n not in ("applied", "target_moved")}
 
 
 class Learner:
@@ -230,10 +232,12 @@ class Learner:
 
     def _loop(self) -> None:
         learner, metrics_period_s = self._config.learner, self._config.metrics.period_s
+        max_updates, publish_period_updates = learner.max_updates, learner.publish_period_updates
+        checkpoint_period_s = learner.checkpoint_period_s
         published_at, saved_s = self.updates, time.monotonic()
         in_flight: _InFlight | None = None
         self._tally.begin()
-        while self.updates < learner.max_updates and not self._stop.is_set():
+        while self.updates < max_updates and not self._stop.is_set():
             asked_s = time.monotonic()
             batch = self._link.next_batch(0.0 if in_flight else _WAIT_S)
             now_s = time.monotonic()
@@ -244,10 +248,10 @@ class Learner:
                 self._settle(in_flight)
             in_flight = newest
             self._publisher.check()
-            if self.updates - published_at >= learner.publish_period_updates and now_s >= self._publisher.not_before_s:
+            if self.updates - published_at >= publish_period_updates and now_s >= self._publisher.not_before_s:
                 self._publisher.submit(self._state.params)
                 published_at = self.updates
-            if now_s - saved_s >= learner.checkpoint_period_s:
+            if now_s - saved_s >= checkpoint_period_s:
                 self._saver.submit((self._copy_state(self._state), self._progress()))
                 saved_s = now_s
             if now_s - self._tally.started_s >= metrics_period_s:
@@ -271,7 +275,9 @@ class Learner:
 
     def _settle(self, done: _InFlight) -> None:
         """Waits for a batch's training and sends its priorities back."""
-        priorities, figures = train_step.split_report(jax.device_get(done.report), self._shape)
+        with jax.transfer_guard_device_to_host("allow"):  # the one transfer back that is meant
+            report = np.asarray(done.report)
+        priorities, figures = train_step.split_report(report, self._shape)
         self._link.ack(done.sequence, priorities)
         age_s = time.monotonic() - done.received_time_s
         tally = self._tally

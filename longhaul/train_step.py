@@ -18,6 +18,8 @@ from longhaul.types import Batch, ExperienceSpec
 # Columns of a packed transition after its slots.
 _SCALARS = ("actions", "returns", "discounts", "probabilities")
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
 TrainStep = Callable[[TrainState, jax.Array, np.ndarray], tuple[TrainState, jax.Array]]
 
 
@@ -46,12 +48,12 @@ def check_batch(batch: Batch, spec: ExperienceSpec, shape: BatchShape) -> None:
     """
     lead = (shape.minibatches, shape.batch_size)
     expected = (
-        ("slots", np.int32, (*lead, 2 * spec.stack)),
-        ("actions", np.int32, lead),
-        ("returns", np.float32, lead),
-        ("discounts", np.float32, lead),
-        ("probabilities", np.float32, lead),
-        ("new_slots", np.int32, batch.new_slots.shape[:1]),
+        ("slots", _INT32, (*lead, 2 * spec.stack)),
+        ("actions", _INT32, lead),
+        ("returns", _FLOAT32, lead),
+        ("discounts", _FLOAT32, lead),
+        ("probabilities", _FLOAT32, lead),
+        ("new_slots", _INT32, batch.new_slots.shape[:1]),
         ("new_rows", np.dtype(spec.row_dtype), (*batch.new_slots.shape[:1], *spec.row_shape)),
     )
     for name, dtype, wanted in expected:
@@ -59,7 +61,7 @@ def check_batch(batch: Batch, spec: ExperienceSpec, shape: BatchShape) -> None:
         if column.dtype != dtype or column.shape != wanted:
             raise MismatchError(
                 f"batch {batch.sequence}: {name} is {column.dtype.name}{list(column.shape)}, and must be "
-                f"{np.dtype(dtype).name}{list(wanted)}"
+                f"{dtype.name}{list(wanted)}"
             )
     for name, limit in (("slots", shape.cache_rows), ("actions", spec.num_actions)):
         # Seen without its sign a negative number is larger than any limit: one pass tests both ends.
