@@ -194,7 +194,7 @@ class Feeder:
         """Inserts one transition per `ratio` samples drawn, into the replay they were drawn from."""
         before = [replay.samples() for replay in self._replays]
         inserted = [0 for _ in self._replays]
-        while not self._stop.wait(0.02):
+        while not self._stop.wait(0.1):
             for i, replay in enumerate(self._replays):
                 due = min(500, int((replay.samples() - before[i]) / ratio) - inserted[i])
                 for _ in range(due):

@@ -60,9 +60,11 @@ class Publisher:
           Refused: the gateway won't have them.
         """
         while not self._closed.is_set():
-            if not self._wanted.wait(0.5) or self._newest is None or self._closed.is_set():
+            if not self._wanted.wait(0.5):
                 continue
             self._wanted.clear()
+            if self._newest is None or self._closed.is_set():
+                continue
             connection = channel.open_channel(self._address, self._credentials)
             try:
                 rpc.GatewayStub(connection).PublishWeights(self._chunks(self._newest), timeout=_TIMEOUT_S)

@@ -66,8 +66,9 @@ class Session:
         self._server = server
         self._spec = spec
         self._counters = counters
-        # One for all streams: to take a sampler down costs Reverb up to seconds.
-        self.sampler = ReplaySampler(server, self.count)
+        # One for all streams: to take a sampler down costs Reverb up to seconds. It draws a batch ahead, while the one
+        # before is being packed: on priorities one batch period older, for half the period.
+        self.sampler = ReplaySampler(server, self.count, ahead=self.count)
         self._mirror = Mirror(opened.cache_rows)
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
@@ -179,6 +180,10 @@ class Session:
                 self._lock.wait(0.2)
         if closed.is_set():
             raise Stopped("the stream was closed")
+
+    def note_wait(self, waited_s: float, now_s: float) -> None:
+        """Notes how long a batch had to wait for its credit."""
+        self._row_level.note(0.0, waited_s, now_s)
 
     def wake(self) -> None:
         """Wakes a drawer that waits for credit, to see that its stream is closed."""
@@ -327,8 +332,10 @@ class Stream:
         session = self._session
         try:
             while True:
+                asked_s = time.monotonic()
                 session.wait_credit(self.closed)
                 began_s = time.monotonic()
+                session.note_wait(began_s - asked_s, began_s)
                 message, rows = session.make_batch(session.sampler.draw(self.closed))
                 message.service_s = time.monotonic() - began_s
                 self._put(pb.SampleResponse(batch=message))
