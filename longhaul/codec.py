@@ -54,7 +54,9 @@ def compress(data: bytes | memoryview, level: int) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_content_size=True).compress(data)
 
 
-def decompress(data: bytes, size_bytes: int, limit_bytes: int, what: str) -> bytes:
+def decompress(
+    data: bytes, size_bytes: int, limit_bytes: int, what: str, decompressor: zstandard.ZstdDecompressor | None = None
+) -> bytes:
     """Decompresses one zstd frame of a size known beforehand.
 
     Args:
@@ -62,6 +64,7 @@ def decompress(data: bytes, size_bytes: int, limit_bytes: int, what: str) -> byt
       size_bytes: what the message says it unpacks to.
       limit_bytes: what it may unpack to at most; checked before anything is allocated.
       what: for messages, e.g. "rows of batch 7".
+      decompressor: to use again and again; to make one costs as much as a small frame.
 
     Raises:
       Corruption: the sizes disagree, the limit is passed, or the frame is damaged.
@@ -72,7 +75,8 @@ def decompress(data: bytes, size_bytes: int, limit_bytes: int, what: str) -> byt
         stated = zstandard.get_frame_parameters(data).content_size
         if stated != size_bytes:
             raise Corruption(f"{what}: the frame states {stated} bytes, the message {size_bytes}")
-        unpacked = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes, allow_extra_data=False)
+        decompressor = decompressor or zstandard.ZstdDecompressor()
+        unpacked = decompressor.decompress(data, max_output_size=size_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corruption(f"{what}: {error}") from error
     if len(unpacked) != size_bytes:
@@ -123,10 +127,11 @@ def unpack_cells(cells: list[bytes], row_bytes: int) -> bytes:
     Raises:
       Corruption: a cell that does not hold a row of row_bytes.
     """
+    decompressor = zstandard.ZstdDecompressor()
     rows = []
     for cell in cells:
         how, data = cell[_ID_BYTES : _ID_BYTES + 1], cell[_ID_BYTES + 1 :]
-        row = decompress(data, row_bytes, row_bytes, "a stored row") if how == _CELL_ZSTD else data
+        row = decompress(data, row_bytes, row_bytes, "a stored row", decompressor) if how == _CELL_ZSTD else data
         if len(row) != row_bytes or how not in (_CELL_RAW, _CELL_ZSTD):
             raise Corruption(f"a stored row of {len(row)} bytes, the spec says {row_bytes}")
         rows.append(row)

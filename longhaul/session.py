@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -66,12 +66,12 @@ class Session:
         self._server = server
         self._spec = spec
         self._counters = counters
-        # One for all streams: to take a sampler down costs Reverb up to seconds. It draws a batch ahead, while the one
-        # before is being packed: on priorities one batch period older, for half the period.
-        self.sampler = ReplaySampler(server, self.count, ahead=self.count)
+        # One for all streams: to take a sampler down costs Reverb up to seconds.
+        self.sampler = ReplaySampler(server, self.count)
         self._mirror = Mirror(opened.cache_rows)
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
+        self._reserved = 0  # credits taken for batches that are being drawn
         self._next_sequence = opened.last_sequence + 1
         self._window = 1
         self._row_level = RowLevel(0)
@@ -115,6 +115,7 @@ class Session:
             self._counters["rolled_back_batches"] += len(lost)
             self._mirror.roll_back(opened.last_sequence)
             self._next_sequence = opened.last_sequence + 1
+            self._reserved = 0
             self._set_window(opened.window)
             self._row_level = RowLevel(opened.row_level)
             self.budget = Budget(opened.budget_bytes_per_s)
@@ -170,16 +171,17 @@ class Session:
             self._lock.notify_all()
 
     def wait_credit(self, closed: threading.Event) -> None:
-        """Waits until one more batch may be in flight.
+        """Waits until one more batch may be in flight, and takes that place for the next `make_batch`.
 
         Raises:
           Stopped: the stream was closed meanwhile.
         """
         with self._lock:
-            while len(self._in_flight) >= self._window and not closed.is_set():
+            while len(self._in_flight) + self._reserved >= self._window and not closed.is_set():
                 self._lock.wait(0.2)
-        if closed.is_set():
-            raise Stopped("the stream was closed")
+            if closed.is_set():
+                raise Stopped("the stream was closed")
+            self._reserved += 1
 
     def note_wait(self, waited_s: float, now_s: float) -> None:
         """Notes how long a batch had to wait for its credit."""
@@ -195,6 +197,7 @@ class Session:
         with self._lock:
             sequence = self._next_sequence
             self._next_sequence += 1
+            self._reserved -= 1
             placement = self._mirror.place(sequence, drawn.row_ids)
             self._in_flight[sequence] = in_flight = _InFlight(drawn)
         new_rows = self._rows(drawn, placement.new_places)
@@ -242,7 +245,7 @@ class Session:
 
 
 class Stream:
-    """One gRPC stream of a session: a drawer thread fills a short queue, the handler empties it.
+    """One gRPC stream of a session: a drawer and a packer fill a short queue, the handler empties it.
 
     Attributes:
       closed: set when either end is done with it.
@@ -253,11 +256,17 @@ class Stream:
         self.closed = threading.Event()
         self._messages: queue.Queue[pb.SampleResponse] = queue.Queue(_QUEUED_MESSAGES)
         self._error: Exception | None = None
-        self._drawer = threading.Thread(target=self._draw, name="drawer", daemon=True)
+        # From drawer to packer: a draw, and when its credit was there.
+        self._drawn: queue.Queue[tuple[DrawnSamples, float]] = queue.Queue(1)
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("drawer", self._draw), ("packer", self._pack))
+        ]
 
     def start(self) -> None:
         """Begins to draw."""
-        self._drawer.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Ends the stream from any thread; returns at once."""
@@ -268,12 +277,13 @@ class Stream:
         """Waits until nothing is drawn any more, so that the session's state is still.
 
         Raises:
-          LonghaulError: the drawer did not end in time.
+          LonghaulError: a thread did not end in time.
         """
-        if self._drawer.ident is not None:
-            self._drawer.join(30.0)
-            if self._drawer.is_alive():
-                raise LonghaulError("the stream before this one does not end")
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(30.0)
+                if thread.is_alive():
+                    raise LonghaulError("the stream before this one does not end")
 
     def receive(self, requests: Iterator[pb.SampleRequest]) -> None:
         """Applies what the learner sends until it ends; runs in a thread of its own."""
@@ -317,9 +327,17 @@ class Stream:
             raise self._error
 
     def _put(self, message: pb.SampleResponse) -> None:
+        self._offer(self._messages, message)
+
+    def _offer(self, where: "queue.Queue[Any]", what: Any) -> None:
+        """Puts something into a queue, waiting for room.
+
+        Raises:
+          Stopped: the stream was closed meanwhile.
+        """
         while not self.closed.is_set():
             try:
-                return self._messages.put(message, timeout=0.2)
+                return where.put(what, timeout=0.2)
             except queue.Full:
                 continue
         raise Stopped("the stream was closed")
@@ -328,25 +346,39 @@ class Stream:
         self._error = error
         self.close()
 
-    def _draw(self) -> None:
-        session = self._session
+    def _guard(self, work: Callable[[], None]) -> None:
         try:
-            while True:
-                asked_s = time.monotonic()
-                session.wait_credit(self.closed)
-                began_s = time.monotonic()
-                session.note_wait(began_s - asked_s, began_s)
-                message, rows = session.make_batch(session.sampler.draw(self.closed))
-                message.service_s = time.monotonic() - began_s
-                self._put(pb.SampleResponse(batch=message))
-                size = session.part_bytes
-                for offset in range(size, len(rows), size):
-                    part = pb.RowsPart(sequence=message.sequence, offset=offset, data=rows[offset : offset + size])
-                    self._put(pb.SampleResponse(part=part))
+            work()
         except Stopped:
             pass
         except Exception as error:
             self._fail(error)
+
+    def _draw(self) -> None:
+        """Draws a batch for every credit; Reverb's own threads do the work, while the packer has Python."""
+        session = self._session
+        while True:
+            asked_s = time.monotonic()
+            session.wait_credit(self.closed)
+            began_s = time.monotonic()
+            session.note_wait(began_s - asked_s, began_s)
+            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s))
+
+    def _pack(self) -> None:
+        """Makes messages of what was drawn."""
+        session = self._session
+        while not self.closed.is_set():
+            try:
+                drawn, began_s = self._drawn.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            message, rows = session.make_batch(drawn)
+            message.service_s = time.monotonic() - began_s
+            self._put(pb.SampleResponse(batch=message))
+            size = session.part_bytes
+            for offset in range(size, len(rows), size):
+                part = pb.RowsPart(sequence=message.sequence, offset=offset, data=rows[offset : offset + size])
+                self._put(pb.SampleResponse(part=part))
 
 
 def figures(session: Session | None) -> dict[str, Any]:
