@@ -167,8 +167,9 @@ class Learner:
         self._workdir, self._stop, self._epoch = workdir, stop, epoch
         minibatches, batch_size = int(config.learner.minibatches_per_pull), int(config.learner.batch_size)
         batch_rows = 2 * spec.stack * minibatches * batch_size
-        # Beyond its transitions' own rows replay holds those of episodes' ends: a quarter more is plenty.
-        useful_rows = config.replay.capacity * 5 // 4 + batch_rows
+        # Replay holds a row for each transition and those of episodes' ends; rows that it has let go of linger until
+        # they are the least recently used.
+        useful_rows = config.replay.capacity * 3 // 2 + batch_rows
         capacity = device_cache.capacity_rows(config.learner.cache_bytes, spec, batch_rows, useful_rows)
         self._shape = train_step.BatchShape(minibatches, batch_size, capacity)
 

@@ -159,7 +159,7 @@ def test_a_cache_too_small_for_one_batch_is_refused_with_the_size_it_needs(tmp_p
 
 def test_the_cache_never_exceeds_what_replay_can_fill(tmp_path):
     run = Run(tmp_path, make_config(**{"learner.cache_bytes": 2**40}), start=False)
-    assert 1000 <= run.learner._cache.capacity <= 1400
+    assert 1000 <= run.learner._cache.capacity <= 2000
 
 
 def test_a_cache_that_disagrees_with_the_mirror_begins_anew_and_trains_on_no_wrong_row(tmp_path, caplog):
