@@ -33,6 +33,7 @@ MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
 _AUDIT_PERIOD_S = 10.0
 _AUDIT_SLOTS = 32
 _MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
+_LEAST_AHEAD = 64  # samples that Reverb draws before they are asked for
 _QUEUED_MESSAGES = 8  # a slow reader holds the drawer back instead of filling memory
 
 
@@ -67,7 +68,7 @@ class Session:
         self._spec = spec
         self._counters = counters
         # One for all streams: to take a sampler down costs Reverb up to seconds.
-        self.sampler = ReplaySampler(server, self.count)
+        self.sampler = ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
         self._mirror = Mirror(opened.cache_rows)
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()

@@ -89,7 +89,7 @@ class DrawnSamples(NamedTuple):
       priorities: float64 [N], each item's priority when drawn, before the exponent.
       policy_versions: int64 [N], version of the weights that acted.
       table_size: items in the table at the draw.
-      drawn_time_s: time.monotonic() of the draw's end.
+      drawn_time_s: time.monotonic() at which the samples were chosen, in the mean.
     """
 
     keys: np.ndarray
