@@ -36,8 +36,9 @@ def rows_of(row_ids: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
 class Writer:
     """Fills a site with the oracle's transitions: each says in its return which it is."""
 
-    def __init__(self, site: SiteClient, spec: ExperienceSpec = SPEC):
+    def __init__(self, site: SiteClient, spec: ExperienceSpec = SPEC, priority=lambda t: 1.0):
         self.spec = spec
+        self._priority = priority
         self._writer = buffer.ReplayWriter(site.announce(spec).replay_address, spec, 1, 16, 256, 5.0)
         self._next = 0
 
@@ -50,7 +51,7 @@ class Writer:
                 self._writer.add_row(0, self._next, rows_of(self._next, spec))
                 self._next += 1
             t = self._next - 1 - spec.n_step
-            assert self._writer.add_transition(0, self.transition(t), policy_version=7, priority=1.0)
+            assert self._writer.add_transition(0, self.transition(t), 7, self._priority(t))
             self._writer.add_row(0, self._next, rows_of(self._next, spec))
             self._next += 1
 

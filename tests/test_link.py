@@ -213,6 +213,32 @@ def test_an_outage_longer_than_the_deadline_ends_the_run(site):
             eventually(lambda: link.next_batch(0.1) and False, 60)
 
 
+def test_the_draws_are_reverbs_through_the_cache_and_through_reconnects():
+    c = small_config(priority_exponent=0.6)
+    priority = lambda t: 1.0 + (int(t) % 10) ** 2  # noqa: E731
+    with running(c) as (gateway, client):
+        writer = Writer(client, priority=priority)
+        writer.write(40)
+        with (
+            Relay(("127.0.0.1", gateway.port)) as relay,
+            linked(relay.address, c, cache_rows=4000, batch_size=500) as link,
+        ):
+            learner = CheckingLearner(link, 4000)
+            for step in range(200):
+                batch = learner.take()
+                link.ack(batch.sequence, np.vectorize(priority)(batch.returns).astype(np.float32))
+                if step % 50 == 25:
+                    relay.reset()
+            assert gateway.read_stats()["streams"] >= 4
+        times, counts = np.unique(learner.drawn, return_counts=True)
+        mass = np.array([priority(t) ** 0.6 for t in times])
+        expected = 100_000 * mass / mass.sum()
+        assert len(times) == 40 and counts.sum() == 100_000
+        # 0.1% point of chi-square with 39 degrees of freedom.
+        assert float(np.sum((counts - expected) ** 2 / expected)) < 72.1
+        writer.close()
+
+
 def test_audits_state_what_the_slots_hold(site, monkeypatch):
     c, gateway, _ = site
     monkeypatch.setattr("longhaul.session._AUDIT_PERIOD_S", 0.0)
