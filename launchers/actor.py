@@ -8,15 +8,15 @@ Waits for the buffer node if it is not there yet, and goes on acting on its weig
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, connection, reverb_check
+from launchers import command_line, connection, exporting, reverb_check
 from longhaul import workers
 from longhaul.errors import ConfigError
-from longhaul.metrics import MetricsWriter
 
 _ACTOR_INDEX = flags.DEFINE_integer(
     "actor_index", 0, "this actor's place on the exploration ladder, below config.actor.num_actors", lower_bound=0
 )
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(exporting)
 flags.adopt_module_key_flags(connection)
 
 
@@ -32,7 +32,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     from longhaul.site_client import SiteClient
 
     site = SiteClient(address, "actor", signals.stop, credentials)
-    metrics = MetricsWriter(command_line.workdir(), f"actor_{index}", config.metrics.tensorboard)
+    metrics = exporting.writer(command_line.workdir(), f"actor_{index}", config.metrics.tensorboard)
     try:
         Actor(config, index, site, metrics, signals.stop).run()
     finally:

@@ -12,14 +12,15 @@ import sys
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, connection, reverb_check
+from launchers import command_line, connection, exporting, reverb_check
 from longhaul import workers
-from longhaul.metrics import MetricsWriter, write_atomically
+from longhaul.metrics import write_atomically
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address the gateway listens on")
 _PORT = flags.DEFINE_integer("port", 7720, "port the gateway listens on; 0 takes a free one", lower_bound=0)
 _REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(exporting)
 flags.declare_key_flag("credentials")
 flags.declare_key_flag("insecure")
 
@@ -31,7 +32,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     from longhaul.gateway import Gateway  # brings TensorFlow: not for --help or a mistyped flag
 
     workdir = command_line.workdir()
-    metrics = MetricsWriter(workdir, "gateway", config.metrics.tensorboard)
+    metrics = exporting.writer(workdir, "gateway", config.metrics.tensorboard)
     gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials)
     gateway.start()
     try:

@@ -12,12 +12,12 @@ import time
 from absl import flags, logging
 from ml_collections import config_dict
 
-from launchers import command_line, connection, link_flags
+from launchers import command_line, connection, exporting, link_flags
 from longhaul import workers
 from longhaul.link import LinkClient
-from longhaul.metrics import MetricsWriter
 
 flags.adopt_module_key_flags(command_line)
+flags.adopt_module_key_flags(exporting)
 flags.adopt_module_key_flags(connection)
 flags.adopt_module_key_flags(link_flags)
 
@@ -31,7 +31,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     workdir = command_line.workdir_or_new()
     workdir.mkdir(parents=True, exist_ok=True)
     logging.info("the run's folder is %s", workdir)
-    metrics = MetricsWriter(workdir, "learner", config.metrics.tensorboard)
+    metrics = exporting.writer(workdir, "learner", config.metrics.tensorboard)
     link = LinkClient(
         address,
         config,

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from longhaul.errors import ConfigError
+
 
 def jsonl_path(workdir: Path, role: str) -> Path:
     """Returns where the figures of `role` are kept in a run's folder."""
@@ -30,15 +32,18 @@ class MetricsWriter:
       workdir: the run's folder; None discards everything.
       role: the writer's name, such as "learner" or "actor_0"; also the file's name.
       tensorboard: write TensorBoard scalars too, under `tensorboard/<role>`.
+      port: serve the newest figures to Prometheus on this loopback port, with a folder or without; 0 does not.
 
     Raises:
       OSError: the folder can't be made or written.
+      ConfigError: the port is taken.
     """
 
-    def __init__(self, workdir: Path | None, role: str, tensorboard: bool = True):
+    def __init__(self, workdir: Path | None, role: str, tensorboard: bool = True, port: int = 0):
         self._lock = threading.Lock()
         self._file: Any = None
         self._events: Any = None
+        self._exporter = Exporter(role, port) if port else None
         if workdir is None:
             return
         path = jsonl_path(workdir, role)
@@ -54,6 +59,8 @@ class MetricsWriter:
         """Appends one line; after close() it does nothing."""
         now = time.time()
         finite = {name: _finite_or_none(value) for name, value in figures.items()}
+        if self._exporter is not None:
+            self._exporter.set({"step": step, **finite})
         line = json.dumps({"time_s": round(now, 3), "step": int(step), **finite}, allow_nan=False)
         with self._lock:
             if self._file is None:
@@ -66,6 +73,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes and closes; may be called twice."""
+        if self._exporter is not None:
+            self._exporter.close()
         with self._lock:
             file, events, self._file, self._events = self._file, self._events, None, None
             if file is not None:
@@ -80,6 +89,47 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Exporter:
+    """Serves one role's newest figures to Prometheus, as gauges `longhaul_<figure>{role="<role>"}`.
+
+    Args:
+      role: label of every gauge.
+      port: on the loopback; whoever may look from outside is for a reverse proxy to say.
+
+    Raises:
+      ConfigError: the port is taken.
+    """
+
+    def __init__(self, role: str, port: int):
+        import prometheus_client  # only where it is wanted
+
+        self._prometheus = prometheus_client
+        self._registry = prometheus_client.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        self._role = role
+        self._lock = threading.Lock()
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, "127.0.0.1", self._registry)
+        except OSError as error:
+            raise ConfigError(f"--metrics_port={port} can't be listened on: {error.strerror}; choose another") from None
+
+    def set(self, figures: dict[str, float | None]) -> None:
+        """Takes over the figures; those that are None keep their last value."""
+        with self._lock:
+            for name, value in figures.items():
+                if value is None:
+                    continue
+                if name not in self._gauges:
+                    made = self._prometheus.Gauge(f"longhaul_{name}", name, ["role"], registry=self._registry)
+                    self._gauges[name] = made.labels(self._role)
+                self._gauges[name].set(value)
+
+    def close(self) -> None:
+        """Ends the serving; may be called twice."""
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class MetricsTail:

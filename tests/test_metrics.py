@@ -2,8 +2,13 @@
 
 import json
 import math
+import socket
 import threading
+import urllib.request
 
+import pytest
+
+from longhaul.errors import ConfigError
 from longhaul.metrics import MetricsTail, MetricsWriter, jsonl_path, read_jsonl, write_atomically
 
 
@@ -114,3 +119,17 @@ def test_an_atomic_write_leaves_the_text_and_nothing_else(tmp_path):
         write_atomically(target, text)
         assert target.read_text() == text
     assert [path.name for path in target.parent.iterdir()] == ["gateway.json"]
+
+
+def test_prometheus_finds_the_newest_figures_and_a_taken_port_names_the_flag(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with MetricsWriter(None, "learner", port=port) as writer:
+        writer.write(7, {"loss": 0.5, "rtt_s": math.nan})
+        writer.write(9, {"loss": 0.25})
+        with pytest.raises(ConfigError, match="metrics_port"):
+            MetricsWriter(None, "learner", port=port)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+    assert 'longhaul_loss{role="learner"} 0.25' in lines and 'longhaul_step{role="learner"} 9.0' in lines
+    assert not any(line.startswith("longhaul_rtt_s{") for line in lines)
