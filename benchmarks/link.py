@@ -288,6 +288,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     end_s = time.monotonic() + arguments.warmup_s + arguments.seconds
     warm_s = time.monotonic() + arguments.warmup_s
     stats: dict[str, float] = {}
+    due_s = time.monotonic()
     while time.monotonic() < end_s:
         began_s = time.monotonic()
         batch = link.next_batch(1.0)
@@ -299,8 +300,12 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
         if "warm" in marks:
             ages["batch"].append(batch.stats["draw_age_s"] + time.monotonic() - batch.received_time_s)
             ages["priority"].append(batch.stats["priority_age_s"])
-        link.ack(batch.sequence, rng.exponential(size=(1, BATCH)).astype(np.float32) + 1e-3)
         samples += BATCH
+        if arguments.samples_per_s:
+            # Stands for training: the learner is busy until it would be through with this batch.
+            due_s = max(due_s + BATCH / arguments.samples_per_s, time.monotonic())
+            time.sleep(max(0.0, due_s - time.monotonic()))
+        link.ack(batch.sequence, rng.exponential(size=(1, BATCH)).astype(np.float32) + 1e-3)
         if "first" not in marks:
             mark("first")
         if "cold" not in marks and samples >= 20 * BATCH:
@@ -459,6 +464,7 @@ def main() -> None:
     client = commands.add_parser("pull")
     client.add_argument("--client", choices=("longhaul", "reverb"), default="longhaul")
     client.add_argument("--cache_mb", type=int, default=1024)
+    client.add_argument("--samples_per_s", type=float, default=0.0, help="pace of the learner; 0 is as fast as it can")
     client.add_argument("--try_s", type=float, default=4.0)
     both = commands.add_parser("run")
     both.add_argument("--rtt_ms", type=float, default=50.0)

@@ -18,7 +18,7 @@ from ml_collections import config_dict
 
 from longhaul import checkpoints, codec, device_cache, dqn, networks, train_step
 from longhaul.background import NewestOnly
-from longhaul.errors import LonghaulError, Stopped, WorkerFailed
+from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
 from longhaul.types import Batch, ExperienceSpec, Params, Snapshot
 
@@ -37,6 +37,16 @@ class _InFlight(NamedTuple):
     report: jax.Array
     received_time_s: float
     draw_age_s: float
+
+
+def _check_weights_size(params: Params) -> None:
+    """Refuses a network whose weights no gateway would take."""
+    size = sum(leaf.size for leaf in jax.tree_util.tree_leaves(params)) * 4
+    if size > codec.MAX_WEIGHTS_BYTES:
+        raise ConfigError(
+            f"the network's weights are {size} bytes, and at most {codec.MAX_WEIGHTS_BYTES} are sent: make "
+            "config.agent.hidden smaller"
+        )
 
 
 class Publisher:
@@ -176,6 +186,7 @@ class Learner:
         network = networks.make_network(spec, config)
         optimizer = dqn.make_optimizer(config)
         params = networks.init_params(network, spec, config.seed)
+        _check_weights_size(params)
         self._state = dqn.init_state(params, optimizer, config.seed)
         restored = checkpoints.restore(workdir, self._state, spec, config)
         version = 0

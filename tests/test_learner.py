@@ -242,3 +242,9 @@ def test_lines_are_written_while_it_waits_for_batches(tmp_path):
     run.learner.run()
     assert run.lines[0]["loss"] is None and run.lines[0]["updates_per_s"] == 0
     assert run.lines[0]["idle_share"] > 0.5
+
+
+def test_a_network_too_large_to_publish_is_refused_at_start_with_the_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(codec, "MAX_WEIGHTS_BYTES", 100)
+    with pytest.raises(ConfigError, match=r"at most 100 are sent.*config\.agent\.hidden"):
+        Run(tmp_path, start=False)
