@@ -262,13 +262,43 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99))}
 
 
+class _Received:
+    """The bytes received over time, as the kernel counts them."""
+
+    def __init__(self, ports: set[int]):
+        self._ports = ports
+        self._looks: list[tuple[float, int]] = []
+
+    def look(self, now_s: float) -> None:
+        """Notes them, five times a second at most."""
+        if not self._looks or now_s - self._looks[-1][0] > 0.2:
+            self._looks.append((now_s, tcp.received_from(self._ports)))
+
+    def most_over(self, span_s: float) -> float:
+        """Returns the highest mean rate over any span of at least span_s, in bytes/s; 0 if none was that long."""
+        rates, end = [0.0], 0
+        for start_s, start_bytes in self._looks:
+            while end < len(self._looks) and self._looks[end][0] < start_s + span_s:
+                end += 1
+            if end == len(self._looks):
+                break
+            rates.append((self._looks[end][1] - start_bytes) / (self._looks[end][0] - start_s))
+        return max(rates)
+
+
 def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     """Draws through the gateway, from a cold cache; the figures are of the time after the warm-up, and of the cold."""
     from longhaul.device_cache import DeviceCache
     from longhaul.link import LinkClient
 
     stop = threading.Event()
-    link = LinkClient(arguments.address, _config(1000), secrets.randbits(60), stop)
+    link = LinkClient(
+        arguments.address,
+        _config(1000),
+        secrets.randbits(60),
+        stop,
+        budget_bytes_per_s=arguments.link_budget,
+    )
     description = link.describe(60.0)
     spec = description.spec
     rows = min(arguments.cache_mb * 2**20 // spec.row_bytes, 2 * description.capacity)
@@ -279,6 +309,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     ages: dict[str, list[float]] = {"batch": [], "priority": []}
     waited_s = 0.0
     marks: dict[str, tuple[float, int, int]] = {}
+    received = _Received(ports)
 
     def mark(name: str) -> None:
         marks[name] = (time.monotonic(), samples, tcp.received_from(ports))
@@ -292,6 +323,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     while time.monotonic() < end_s:
         began_s = time.monotonic()
         batch = link.next_batch(1.0)
+        received.look(began_s)
         if "warm" in marks:
             waited_s += time.monotonic() - began_s
         if batch is None:
@@ -330,6 +362,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch_age_s": _percentiles(ages["batch"]),
         "priority_age_s": _percentiles(ages["priority"]),
         "idle_share": waited_s / between("warm", "end", 0),
+        "most_bytes_per_s_over_10_s": received.most_over(10.0),
         "link": {name: value for name, value in stats.items() if np.isfinite(value)},
     }
 
@@ -465,6 +498,7 @@ def main() -> None:
     client.add_argument("--client", choices=("longhaul", "reverb"), default="longhaul")
     client.add_argument("--cache_mb", type=int, default=1024)
     client.add_argument("--samples_per_s", type=float, default=0.0, help="pace of the learner; 0 is as fast as it can")
+    client.add_argument("--link_budget", type=float, default=0.0, help="bytes/s that longhaul may use; 0 is no limit")
     client.add_argument("--try_s", type=float, default=4.0)
     both = commands.add_parser("run")
     both.add_argument("--rtt_ms", type=float, default=50.0)
