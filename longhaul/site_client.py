@@ -6,6 +6,7 @@ A site's network is near, yet the gateway may restart: every thread here tries a
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import grpc
@@ -174,9 +175,8 @@ class SiteClient:
     def _done(self) -> bool:
         return self._closed.is_set() or self._stop.is_set()
 
-    def _run(self, work: "threading.Thread | object") -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         """Repeats a piece of background work; an outage is waited out, a refusal reaches the caller."""
-        assert callable(work)
         away_since_s = 0.0
         while not self._done():
             try:
