@@ -97,7 +97,7 @@ def _keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-        for parameter, size in ((_M_TRIM_THRESHOLD, 2**30), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**29)):
+        for parameter, size in ((_M_TRIM_THRESHOLD, 2**30), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**25)):
             mallopt(parameter, size)
 
 
@@ -298,6 +298,7 @@ class ReplayWriter:
         self._pending_per_stream = max(1, max_pending_items // num_streams)
         self._timeout_ms = max(1, int(write_timeout_s * 1000))
         self._step_dtype = step_dtype(spec.stack)
+        _keep_freed_memory()
         self._packer = codec.CellPacker()
         self._streams = [_Stream(self._keep_rows) for _ in range(num_streams)]
         self.counters = {"written_items": 0, "dropped_items": 0, "refused_priorities": 0, "reconnects": 0}
