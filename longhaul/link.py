@@ -400,7 +400,7 @@ class LinkClient:
             self._batches.put(batch)
         self._confirm(message.acked_sequence)
         self.meter.batch(message)
-        self.window.arrived(message.service_s + time.monotonic() - started_s)
+        self.window.arrived(message.service_s + time.monotonic() - started_s, message.credit_wait_s)
 
     # ---- pings
 

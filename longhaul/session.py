@@ -258,7 +258,7 @@ class Stream:
         self._messages: queue.Queue[pb.SampleResponse] = queue.Queue(_QUEUED_MESSAGES)
         self._error: Exception | None = None
         # From drawer to packer: a draw, and when its credit was there.
-        self._drawn: queue.Queue[tuple[DrawnSamples, float]] = queue.Queue(1)
+        self._drawn: queue.Queue[tuple[DrawnSamples, float, float]] = queue.Queue(1)
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("drawer", self._draw), ("packer", self._pack))
@@ -363,18 +363,19 @@ class Stream:
             session.wait_credit(self.closed)
             began_s = time.monotonic()
             session.note_wait(began_s - asked_s, began_s)
-            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s))
+            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s, began_s - asked_s))
 
     def _pack(self) -> None:
         """Makes messages of what was drawn."""
         session = self._session
         while not self.closed.is_set():
             try:
-                drawn, began_s = self._drawn.get(timeout=0.2)
+                drawn, began_s, waited_s = self._drawn.get(timeout=0.2)
             except queue.Empty:
                 continue
             message, rows = session.make_batch(drawn)
             message.service_s = time.monotonic() - began_s
+            message.credit_wait_s = waited_s
             self._put(pb.SampleResponse(batch=message))
             size = session.part_bytes
             for offset in range(size, len(rows), size):

@@ -54,3 +54,28 @@ def test_a_cap_of_one_holds():
     window = _fed(Window(1), 100, 0.1)
     window.retune(1.0)
     assert window.size == 1
+
+
+def test_where_both_ends_wait_it_grows_while_that_helps_and_no_further():
+    """Queues of 80 ms that nobody measures, behind a gateway of 40 batches a second."""
+    window, now_s, sizes = Window(64), 0.0, []
+    for _ in range(60):
+        rate = min(40.0, window.size / 0.16)
+        _fed(window, rate, 0.03, seconds=4.0, start_s=now_s)
+        now_s += 5.0
+        window.starved(1.0)
+        window.arrived(0.03, credit_wait_s=1.0 if rate < 40 else 0.0)
+        window.retune(0.05, window._retuned_s + 2.0)
+        sizes.append(window.size)
+    assert max(sizes) <= 8 and sizes[-1] >= 6  # 40 * 0.16 = 6.4
+
+
+def test_a_try_that_lets_nothing_more_through_is_taken_back():
+    window, now_s = Window(64), 0.0
+    for _ in range(40):
+        _fed(window, 10.0, 0.01, seconds=4.0, start_s=now_s)
+        now_s += 5.0
+        window.starved(1.0)
+        window.arrived(0.01, credit_wait_s=1.0)
+        window.retune(0.05, window._retuned_s + 2.0)
+        assert window.size <= 3  # ceil(10 * 0.06) + 1, and one tried

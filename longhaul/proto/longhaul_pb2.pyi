@@ -138,7 +138,7 @@ class Pong(_message.Message):
     def __init__(self, id: _Optional[int] = ..., acked_sequence: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence", "count", "columns", "columns_bytes", "table_size", "new_slots", "rows_bytes", "rows_wire_bytes", "rows", "draw_age_s", "acked_sequence", "inserts", "samples", "policy_version", "mean_priority", "audit_slots", "audit_crc32", "service_s", "priority_age_s")
+    __slots__ = ("sequence", "count", "columns", "columns_bytes", "table_size", "new_slots", "rows_bytes", "rows_wire_bytes", "rows", "draw_age_s", "acked_sequence", "inserts", "samples", "policy_version", "mean_priority", "audit_slots", "audit_crc32", "credit_wait_s", "service_s", "priority_age_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Batch(_message.Message):
     MEAN_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     AUDIT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     AUDIT_CRC32_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_S_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_AGE_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
@@ -175,9 +176,10 @@ class Batch(_message.Message):
     mean_priority: float
     audit_slots: bytes
     audit_crc32: int
+    credit_wait_s: float
     service_s: float
     priority_age_s: float
-    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., columns: _Optional[bytes] = ..., columns_bytes: _Optional[int] = ..., table_size: _Optional[int] = ..., new_slots: _Optional[bytes] = ..., rows_bytes: _Optional[int] = ..., rows_wire_bytes: _Optional[int] = ..., rows: _Optional[bytes] = ..., draw_age_s: _Optional[float] = ..., acked_sequence: _Optional[int] = ..., inserts: _Optional[int] = ..., samples: _Optional[int] = ..., policy_version: _Optional[float] = ..., mean_priority: _Optional[float] = ..., audit_slots: _Optional[bytes] = ..., audit_crc32: _Optional[int] = ..., service_s: _Optional[float] = ..., priority_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., columns: _Optional[bytes] = ..., columns_bytes: _Optional[int] = ..., table_size: _Optional[int] = ..., new_slots: _Optional[bytes] = ..., rows_bytes: _Optional[int] = ..., rows_wire_bytes: _Optional[int] = ..., rows: _Optional[bytes] = ..., draw_age_s: _Optional[float] = ..., acked_sequence: _Optional[int] = ..., inserts: _Optional[int] = ..., samples: _Optional[int] = ..., policy_version: _Optional[float] = ..., mean_priority: _Optional[float] = ..., audit_slots: _Optional[bytes] = ..., audit_crc32: _Optional[int] = ..., credit_wait_s: _Optional[float] = ..., service_s: _Optional[float] = ..., priority_age_s: _Optional[float] = ...) -> None: ...
 
 class RowsPart(_message.Message):
     __slots__ = ("sequence", "offset", "data")
