@@ -5,9 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# The row id of nothing: padding, never stored.
-NO_ROW = -1
-
 # A row id is `incarnation << ROW_COUNTER_BITS | counter`: 30 random bits drawn once per actor
 # process, then a counter. Two of 100 actors collide with probability 5e-6.
 ROW_COUNTER_BITS = 33
