@@ -44,10 +44,12 @@ proto: env ## regenerates the code of longhaul/proto/longhaul.proto
 	$(FULL) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. longhaul/proto/longhaul.proto
 
 LOCK := build/lock/bin/uv pip compile setup.py --python-version 3.11 --generate-hashes --no-annotate --no-header --quiet
+# What MinAtar asks for, and needs for drawing alone.
+UNLOCKED := $(addprefix --no-emit-package ,pandas pytz seaborn)
 lock: ## resolves the lock files anew (uv, in a throwaway environment)
 	$(PYTHON) -m venv --clear build/lock
 	build/lock/bin/pip install --quiet --disable-pip-version-check uv
-	$(LOCK) --extra all --extra dev -o requirements/full.lock
+	$(LOCK) --extra all --extra dev $(UNLOCKED) -o requirements/full.lock
 	$(LOCK) --extra test -o requirements/learner.lock
 
 clean: ## removes environments and caches; runs/ stays

@@ -32,6 +32,7 @@ EDGE = [
 ]
 ATARI = ["ale-py>=0.10", "opencv-python-headless<4.12"]
 BOX2D = ["box2d==2.3.10", "pygame>=2.5"]
+MINATAR = ["minatar==1.0.15"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3"]
 # grpcio-tools of the protobuf 4 generation, so that the generated code also loads beside TensorFlow 2.15.
 DEV = TEST + ["grpcio-tools>=1.62,<1.63", "mypy>=1.10", "ruff>=0.5"]
@@ -48,7 +49,8 @@ setup(
         "edge": EDGE,
         "atari": ATARI,
         "box2d": BOX2D,
-        "all": EDGE + ATARI + BOX2D,
+        "minatar": MINATAR,
+        "all": EDGE + ATARI + BOX2D + MINATAR,
         "test": TEST,
         "dev": DEV,
     },

@@ -13,7 +13,7 @@ from ml_collections import config_dict
 from longhaul.errors import ConfigError
 
 AUTORESET_MODES = ("next_step", "same_step", "disabled")
-NETWORKS = ("auto", "mlp", "nature")
+NETWORKS = ("auto", "mlp", "nature", "minatar")
 
 
 def default() -> config_dict.ConfigDict:
@@ -48,8 +48,8 @@ def default() -> config_dict.ConfigDict:
         agent=dict(
             n_step=3,
             gamma=0.99,  # discount per step
-            network="auto",  # "mlp" for vectors, "nature" for images, "auto" chooses by the row's rank
-            hidden=(256, 256),  # widths of the MLP's hidden layers; the Nature CNN's dense layer takes the last
+            network="auto",  # "mlp" for vectors, "nature" or "minatar" (small) for images, "auto" goes by the shape
+            hidden=(256, 256),  # widths of the MLP's hidden layers; a CNN's dense layer takes the last
             dueling=True,
             double=True,
             huber_delta=1.0,  # 0: squared error

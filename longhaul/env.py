@@ -4,9 +4,10 @@ Any gymnasium id or "module:Id" (Towers et al. 2024). The rules, all checked whe
 
 * Observations: a Box is a row as it is; a Dict or Tuple is flattened to one vector by gymnasium's own rule (a Dict's
   keys in the order of its space, a Discrete member one-hot). Anything else is refused.
-* Row dtype: uint8 stays uint8 and float32 stays float32; float64 and float16 become float32 (a narrowing is warned
-  of once); other integers and booleans become float32, exact up to 2^24. Values are never scaled here. An observation
-  whose dtype can't be its space's (floats in a uint8 space) is an error of the environment.
+* Row dtype: uint8, bool and float32 stay what they are; float64 and float16 become float32 (a narrowing is warned of
+  once); other integers become float32, exact up to 2^24. Values are never scaled here. Booleans are one byte each, 0 or
+  1, all the way to the network, which scales uint8 alone. An observation whose dtype can't be its space's (floats in a
+  uint8 space) is an error of the environment.
 * Actions: a Discrete of any start, as indices 0..n-1.
 * Rewards: one number in any clothing (int, bool, numpy scalar, shape (1,)); a larger array is an error.
 
@@ -37,7 +38,7 @@ class RowLayout(NamedTuple):
 
     Attributes:
       shape: of one row.
-      dtype: of one row, uint8 or float32.
+      dtype: of one row, uint8, bool or float32.
       source: the observation space.
       flatten: whether gymnasium's flattening is applied.
     """
@@ -64,7 +65,7 @@ def row_layout(space: spaces.Space, env_id: str) -> RowLayout:
     box = spaces.flatten_space(space) if flatten else space
     if not isinstance(box, spaces.Box) or 0 in box.shape or box.dtype.kind not in "fiub":
         raise ConfigError(refusal)
-    dtype = np.dtype(np.uint8) if box.dtype == np.uint8 else np.dtype(np.float32)
+    dtype = np.dtype(box.dtype if box.dtype in (np.uint8, np.bool_) else np.float32)
     if box.dtype == np.float64:
         logging.log_first_n(logging.WARNING, "observations of %s are float64 and are narrowed to float32", 1, env_id)
     return RowLayout(box.shape or (1,), dtype, space, flatten)
@@ -143,7 +144,7 @@ class RowEnv(gymnasium.Wrapper):
         self._layout = row_layout(env.observation_space, env_id)
         self._start = int(env.action_space.start)
         self._clip_rewards = clip_rewards
-        low, high = (0, 255) if self._layout.dtype == np.uint8 else (-np.inf, np.inf)
+        low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(self._layout.dtype.name, (-np.inf, np.inf))
         self.observation_space = spaces.Box(low, high, self._layout.shape, self._layout.dtype.type)
         self.action_space = spaces.Discrete(int(env.action_space.n))
 
@@ -157,6 +158,18 @@ class RowEnv(gymnasium.Wrapper):
             # Zero and NaN stay what they are: hiding a NaN is not clipping's business.
             reward = 1.0 if reward > 0 else -1.0 if reward < 0 else reward  # type: ignore[operator]
         return to_row(self._layout, observation), float(reward), terminated, truncated, info
+
+
+def _register_atari() -> None:
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+
+
+def _register_minatar() -> None:
+    from longhaul import minatar  # for the same reason only where asked for: the package is a site's choice
+
+    minatar.register()
 
 
 def _find_spec(env_id: str) -> Any:
@@ -176,14 +189,13 @@ def _find_spec(env_id: str) -> Any:
     except gymnasium.error.Error as error:
         raise ConfigError(f"config.env.id is {env_id!r}: {error}") from error
     hint = "write 'module:Id' if a module of yours registers it"
+    family, register = ("MinAtar", _register_minatar) if name.startswith("MinAtar/") else ("Atari", _register_atari)
     try:
-        import ale_py
-
-        gymnasium.register_envs(ale_py)
+        register()
         return gymnasium.spec(name)
-    except ImportError:
-        if name.startswith("ALE/"):
-            hint = "Atari needs ale-py: pip install 'longhaul[atari]'"
+    except ImportError as error:
+        if name.startswith(("ALE/", "MinAtar/")):
+            hint = f"{family} needs {error.name}: pip install 'longhaul[{family.lower()}]'"
     except gymnasium.error.UnregisteredEnv as error:
         reason = str(error)
     raise ConfigError(f"config.env.id is {env_id!r}: {reason.rstrip('. ')}; {hint}")
@@ -204,12 +216,17 @@ def _make_base(config: config_dict.ConfigDict) -> gymnasium.Env:
     limit = settings.max_episode_steps if not settings.atari.preprocess else 0
     try:
         # The checker warns about what to_row and to_reward settle.
-        return gymnasium.make(spec, max_episode_steps=limit or None, disable_env_checker=True, **kwargs)
+        env = gymnasium.make(spec, max_episode_steps=limit or None, disable_env_checker=True, **kwargs)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ConfigError(
             f"config.env.id is {settings.id!r} with kwargs {kwargs}, which can't be made: {text}"
         ) from error
+    if str(spec.entry_point).startswith("minatar"):
+        from longhaul import minatar
+
+        return minatar.FreshStart(env)
+    return env
 
 
 def make_env(config: config_dict.ConfigDict, evaluation: bool = False) -> gymnasium.Env:

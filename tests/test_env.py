@@ -1,5 +1,8 @@
 """Environments as rows: ids, spaces, dtypes, rewards and Atari preprocessing."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -78,6 +81,7 @@ def test_unsupported_spaces_are_refused_by_name(env_id):
         ("int64", 1000, "float32"),
         ("int8", 100, "float32"),
         ("uint16", 65535, "float32"),
+        ("bool", 1, "bool"),
     ],
 )
 def test_row_dtypes_follow_the_rule_and_values_are_not_scaled(dtype, high, row_dtype):
@@ -223,6 +227,54 @@ def test_rewards_are_clipped_for_learning_and_never_in_evaluation_or_reports():
     assert max(step[0] for step in evaluation) >= 10
     assert [step[0] for step in evaluation] == [step[0] for step in unclipped]
     assert [np.sign(step[0]) for step in evaluation] == [step[0] for step in learning]
+
+
+def _minatar(game="Breakout-v1", **kwargs):
+    pytest.importorskip("minatar")
+    return _config(f"MinAtar/{game}", kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("game", "channels", "actions"),
+    [("Asterix-v1", 4, 5), ("Breakout-v1", 4, 3), ("Freeway-v1", 7, 3), ("SpaceInvaders-v0", 6, 6)],
+)
+def test_minatar_rows_are_small_images_of_booleans(game, channels, actions):
+    config = _minatar(game)
+    spec = env_lib.make_spec(config)
+    assert (spec.row_shape, spec.row_dtype, spec.num_actions) == ((10, 10, channels), "bool", actions)
+    assert spec.row_bytes == 100 * channels
+    env = env_lib.make_env(config)
+    row, _ = env.reset(seed=0)
+    np.testing.assert_array_equal(row, env.unwrapped.game.state())
+    assert row.any() and not row.all()
+
+
+def test_a_minatar_episode_follows_from_its_seed_alone():
+    # Every action is repeated: the first one of an episode would be the last one of the episode before.
+    env = env_lib.make_env(_minatar(sticky_action_prob=1.0))
+    env.reset(seed=1)
+    env.unwrapped.game.last_action = env.unwrapped.action_set[2]
+    after_another, _ = env.reset(seed=0)
+    step = env.step(1)[0]
+    fresh = env_lib.make_env(_minatar(sticky_action_prob=1.0))
+    np.testing.assert_array_equal(after_another, fresh.reset(seed=0)[0])
+    np.testing.assert_array_equal(step, fresh.step(1)[0])
+
+
+def test_minatar_says_nothing_on_the_console_and_sets_up_no_logging():
+    pytest.importorskip("minatar")
+    program = (
+        "import logging; from longhaul import config, env; c = config.default(); c.env.id = 'MinAtar/Breakout-v1'; "
+        "env.make_env(c); print(logging.getLogger().handlers, logging.getLogger().filters)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "Cannot import" not in ran.stderr
+    assert ran.stdout.strip() == "[] []"
+
+
+def test_an_unknown_minatar_game_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"config\.env\.id is 'MinAtar/Pong-v1'.*"):
+        env_lib.make_spec(_minatar("Pong-v1"))
 
 
 def test_preprocessing_something_else_than_atari_is_refused():

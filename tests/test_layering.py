@@ -34,15 +34,15 @@ ORDER = [
         "row_level",
         "window",
     ),
-    *("link_meter", "publisher", "background"),
-    *("nstep", "atari", "env", "streams", "networks", "policy", "dqn", "device_cache", "train_step"),
+    *("inbox", "link_meter", "publisher", "background"),
+    *("nstep", "atari", "minatar", "env", "streams", "networks", "policy", "dqn", "device_cache", "train_step"),
     # what speaks for a part
-    *("buffer", "site_client", "session", "checkpoints", "evaluation"),
+    *("buffer", "row_store", "site_client", "inserter", "session", "checkpoints", "evaluation"),
     # the parts
     *("actor", "gateway", "link", "learner"),
 ]
 PARTS = {"actor", "gateway", "link", "learner"}
-SITE_LIBRARIES = {"reverb", "tensorflow", "gymnasium", "ale_py", "cv2"}
+SITE_LIBRARIES = {"reverb", "tensorflow", "gymnasium", "ale_py", "cv2", "minatar"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 # module -> what it must not reach, directly or through other modules of ours

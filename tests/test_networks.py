@@ -32,6 +32,8 @@ def random_rows(spec, batch=5, seed=0):
     shape = (batch, spec.stack, *spec.row_shape)
     if spec.row_dtype == "uint8":
         return rng.integers(0, 256, shape, np.uint8)
+    if spec.row_dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
     return rng.standard_normal(shape).astype(spec.row_dtype)
 
 
@@ -43,6 +45,8 @@ def random_rows(spec, batch=5, seed=0):
         ((36, 36), "uint8", 4, networks.NatureCNN),
         ((40, 36, 3), "uint8", 2, networks.NatureCNN),
         ((36, 36, 1), "float32", 1, networks.NatureCNN),
+        ((10, 10, 4), "bool", 1, networks.MinAtarCNN),
+        ((35, 84), "uint8", 2, networks.MinAtarCNN),
     ],
 )
 @pytest.mark.parametrize("dueling", [True, False])
@@ -67,7 +71,28 @@ def test_the_nature_network_has_the_layers_of_the_paper():
     }
 
 
-@pytest.mark.parametrize("row_shape", [(6,), (36, 36)])
+def test_the_minatar_network_has_the_layers_of_the_paper():
+    spec = make_spec((10, 10, 7), "bool", stack=1, num_actions=6)
+    config = make_config(hidden=(128,), dueling=False)
+    flat = networks.flatten_params(networks.init_params(networks.make_network(spec, config), spec, 0))
+    shapes = {path: leaf.shape for path, leaf in flat.items() if path.endswith("kernel")}
+    assert shapes == {
+        "params/conv/kernel": (3, 3, 7, 16),
+        "params/dense/kernel": (8 * 8 * 16, 128),
+        "params/head/q/kernel": (128, 6),
+    }
+
+
+@pytest.mark.parametrize("row_shape", [(6,), (10, 10, 4), (36, 36)])
+def test_booleans_are_0_and_1_and_not_scaled(row_shape):
+    as_bools, as_floats = make_spec(row_shape, "bool"), make_spec(row_shape, "float32")
+    rows = random_rows(as_bools)
+    np.testing.assert_array_equal(
+        values_of(as_bools, make_config(), rows), values_of(as_floats, make_config(), rows.astype(np.float32))
+    )
+
+
+@pytest.mark.parametrize("row_shape", [(6,), (10, 10, 4), (36, 36)])
 def test_uint8_is_scaled_once_and_float32_never(row_shape):
     config = make_config()
     as_bytes, as_floats = make_spec(row_shape, "uint8"), make_spec(row_shape, "float32")
@@ -124,7 +149,9 @@ def test_the_mlp_can_be_asked_for_on_images():
         ("auto", (), "shape ()"),
         ("auto", (2, 3, 4, 5), "shape (2, 3, 4, 5)"),
         ("nature", (4,), "shape (4,)"),
-        ("auto", (10, 10, 4), "at least 36x36"),
+        ("nature", (10, 10, 4), "at least 36x36"),
+        ("minatar", (4,), "shape (4,)"),
+        ("auto", (10, 2), "at least 3x3"),
         ("nature", (84, 35), "shape (84, 35)"),
         ("mlp", (), "shape ()"),
         ("mlp", (0,), "shape (0,)"),
