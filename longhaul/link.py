@@ -20,9 +20,9 @@ import grpc
 import numpy as np
 
 from longhaul import channel, codec
-from longhaul.arrival import Assembly, unpack_batch
 from longhaul.budget import Budget
 from longhaul.errors import Corruption, LonghaulError, MismatchError, Outage, Stopped
+from longhaul.inbox import Inbox
 from longhaul.link_meter import Meter
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
@@ -79,7 +79,6 @@ class LinkClient:
         self._deadline_s = deadline_s
         self._budget = Budget(budget_bytes_per_s)
         self._silence_s = silence_s
-        self._resetting = False
         self._closing = False
         self._closed = threading.Event()
         self._credentials = credentials
@@ -87,14 +86,12 @@ class LinkClient:
         self._lock = threading.Lock()
         self._description: SiteDescription | None = None
         self._open: pb.Open | None = None
-        self._batches: queue.Queue[Batch] = queue.Queue()  # bounded by the window
+        self._inbox = Inbox()
         self._requests: queue.SimpleQueue[pb.SampleRequest | None] | None = None
         self._call: grpc.Call | None = None
         self._unconfirmed: OrderedDict[int, bytes] = OrderedDict()
         self._first_sequence = 1  # of the present session; acks of earlier ones have nowhere to go
-        self._last_sequence = 0
         self._failure: Exception | None = None
-        self._pings: OrderedDict[int, float] = OrderedDict()
         self.window = Window(self._config.max_window)
         self.meter = Meter()
         self._publisher = Publisher(gateway_address, credentials, self._budget, self.meter, self._closed)
@@ -149,13 +146,9 @@ class LinkClient:
           Refused, MismatchError, DeadlineExceeded: the link has ended for good.
         """
         start_s = time.monotonic()
-        try:
-            batch = self._batches.get_nowait()
-        except queue.Empty:
-            try:
-                batch = self._batches.get(timeout=timeout_s)
-            except queue.Empty:
-                batch = None
+        batch = self._inbox.take(0.0)
+        if batch is None:
+            batch = self._inbox.take(timeout_s)
             self.window.starved(time.monotonic() - start_s)
         if self._failure is not None:
             raise self._failure
@@ -187,9 +180,8 @@ class LinkClient:
         assert self._open is not None
         self.meter.count("cache_resets")
         with self._lock:
-            self._resetting = True
             self._open.run_id = ""
-            self._drain()
+            self._inbox.refuse()
         if self._call is not None:
             self._call.cancel()
 
@@ -200,7 +192,7 @@ class LinkClient:
         return {
             **self.meter.read(),
             **self.window.figures(),
-            "batches_waiting": self._batches.qsize(),
+            "batches_waiting": self._inbox.waiting,
             "acks_unconfirmed": unconfirmed,
         }
 
@@ -250,7 +242,7 @@ class LinkClient:
                 ours: LonghaulError
                 if isinstance(error, grpc.RpcError):
                     # A stream that worked until now was cut, and that needs no explaining.
-                    explain = not self.meter.connected or not self._last_sequence
+                    explain = not self.meter.connected or not self._inbox.last_sequence
                     ours = channel.our_error(error, self._address, self._credentials, explain)
                 else:
                     ours = error
@@ -264,7 +256,7 @@ class LinkClient:
                     backoff = channel.Backoff(f"site {self._address}", self._stop, _BACKOFF_CAP_S, self._deadline_s)
                 if self.meter.outage_starts():
                     logging.warning(
-                        "link to %s is cut, batch %d was the last: %s", self._address, self._last_sequence, ours
+                        "link to %s is cut, batch %d was the last: %s", self._address, self._inbox.last_sequence, ours
                     )
                 backoff.wait(ours)
                 self._renew_channel()
@@ -280,7 +272,7 @@ class LinkClient:
         requests: queue.SimpleQueue[pb.SampleRequest | None] = queue.SimpleQueue()
         opened = pb.Open()
         opened.CopyFrom(self._open)
-        opened.last_sequence = self._last_sequence
+        opened.last_sequence = self._inbox.last_sequence
         opened.window = self.window.size
         requests.put(pb.SampleRequest(open=opened))
         self.meter.heard()
@@ -306,38 +298,35 @@ class LinkClient:
     def _receive(
         self, call: Iterator[pb.SampleResponse], requests: "queue.SimpleQueue[pb.SampleRequest | None]"
     ) -> None:
-        assembly: Assembly | None = None
+        assert self._open is not None and self._description is not None
+        self._inbox.start_stream()
         for response in call:
             kind = response.WhichOneof("kind")
             self.meter.received(response, kind)
             if kind == "opened":
                 self._resume(response.opened, requests)
             elif kind == "pong":
-                self._pong(response.pong)
-            elif kind == "batch":
-                if assembly is not None:
-                    raise Corruption(f"batch {response.batch.sequence} begins within {assembly.message.sequence}")
-                assembly = Assembly(response.batch)
-            elif kind == "part":
-                if assembly is None:
-                    raise Corruption("a part without a batch")
-                assembly.add(response.part)
+                self.meter.pong(response.pong.id)
+                self._confirm(response.pong.acked_sequence)
             else:
-                raise Corruption("an empty message")
-            if assembly is not None and assembly.complete:
-                self._deliver(assembly)
-                assembly = None
+                started_s = time.monotonic()
+                message = self._inbox.put(response, self._description.spec, self._open, self.meter.rtt_s)
+                if message is not None:
+                    self._confirm(message.acked_sequence)
+                    self.meter.batch(message)
+                    worked_s = message.service_s + time.monotonic() - started_s
+                    self.window.arrived(worked_s, message.credit_wait_s)
 
     def _resume(self, opened: pb.Opened, requests: "queue.SimpleQueue[pb.SampleRequest | None]") -> None:
         """Takes the stream into use: sends again what may be lost, or begins anew with a gateway that forgot us."""
         assert self._open is not None
         with self._lock:
-            if not opened.resumed:
-                self._resetting = False
-                dropped = self._drain()
+            if opened.resumed:
+                self._inbox.go_on()
+            else:
+                dropped = self._inbox.begin(opened.next_sequence)
                 self._unconfirmed.clear()
                 self._first_sequence = opened.next_sequence
-                self._last_sequence = opened.next_sequence - 1
                 if self._open.run_id and opened.run_id != self._open.run_id:
                     logging.warning("the site's buffer node has restarted: %d waiting batches dropped", dropped)
                     self._check_same_experience()
@@ -364,15 +353,6 @@ class LinkClient:
         if differences := self._description.spec.differences(now.spec):
             raise MismatchError(f"{self._address}: its experience has changed: {'; '.join(differences)}")
 
-    def _drain(self) -> int:
-        count = 0
-        while True:
-            try:
-                self._batches.get_nowait()
-            except queue.Empty:
-                return count
-            count += 1
-
     def _send_ack(self, sequence: int, packed: bytes) -> None:
         if self._requests is not None:
             ack = pb.Ack(
@@ -385,27 +365,9 @@ class LinkClient:
             while self._unconfirmed and next(iter(self._unconfirmed)) <= sequence:
                 self._unconfirmed.popitem(last=False)
 
-    def _deliver(self, assembly: Assembly) -> None:
-        """Unpacks a whole batch and hands it to the learner."""
-        assert self._open is not None and self._description is not None
-        started_s = time.monotonic()
-        message, spec = assembly.message, self._description.spec
-        batch = unpack_batch(message, b"".join(assembly.rows), spec, self._open, self.meter.rtt_s)
-        if message.sequence != self._last_sequence + 1:
-            raise Corruption(f"batch {message.sequence} follows batch {self._last_sequence}")
-        with self._lock:
-            if self._resetting:
-                return
-            self._last_sequence = message.sequence
-            self._batches.put(batch)
-        self._confirm(message.acked_sequence)
-        self.meter.batch(message)
-        self.window.arrived(message.service_s + time.monotonic() - started_s, message.credit_wait_s)
-
     # ---- pings
 
     def _ping(self) -> None:
-        identity = 0
         while not self._closed.wait(_PING_PERIOD_S) and not self._stop.is_set():
             call = self._call
             patience_s = self._silence_s if self._requests is not None else _OPENING_SILENCE_S
@@ -415,16 +377,5 @@ class LinkClient:
             with self._lock:
                 if self._requests is None:
                     continue
-                identity += 1
-                self._pings[identity] = time.monotonic()
-                while len(self._pings) > 60:
-                    self._pings.popitem(last=False)
-                self._requests.put(pb.SampleRequest(ping=pb.Ping(id=identity)))
+                self._requests.put(pb.SampleRequest(ping=pb.Ping(id=self.meter.ping())))
             self.window.retune(self.meter.rtt_s)
-
-    def _pong(self, pong: pb.Pong) -> None:
-        with self._lock:
-            sent_s = self._pings.pop(pong.id, None)
-        if sent_s is not None:
-            self.meter.round_trip(time.monotonic() - sent_s)
-        self._confirm(pong.acked_sequence)

@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from longhaul.proto import longhaul_pb2 as pb
 
 _RTT_SAMPLES = 30
+_PINGS = 60  # that may still be answered; older ones are forgotten
 
 
 class Meter:
@@ -21,6 +22,8 @@ class Meter:
         self._bytes: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._rtts_s: deque[float] = deque(maxlen=_RTT_SAMPLES)
+        self._pings: OrderedDict[int, float] = OrderedDict()
+        self._last_ping = 0
         self._heard_s = time.monotonic()
         self._cut_at_s: float | None = None
         self._last_read = (time.monotonic(), 0, 0, 0)
@@ -83,10 +86,21 @@ class Meter:
         with self._lock:
             self._bytes["sent_weights_bytes"] += size
 
-    def round_trip(self, seconds: float) -> None:
-        """Notes a Ping's round trip."""
+    def ping(self) -> int:
+        """Notes that a Ping leaves now; returns the number it must carry."""
         with self._lock:
-            self._rtts_s.append(seconds)
+            self._last_ping += 1
+            self._pings[self._last_ping] = time.monotonic()
+            while len(self._pings) > _PINGS:
+                self._pings.popitem(last=False)
+            return self._last_ping
+
+    def pong(self, identity: int) -> None:
+        """Takes a Ping's round trip from its answer."""
+        with self._lock:
+            sent_s = self._pings.pop(identity, None)
+            if sent_s is not None:
+                self._rtts_s.append(time.monotonic() - sent_s)
 
     def outage_starts(self) -> bool:
         """Notes that the stream is cut; returns False if it was already."""
