@@ -17,15 +17,16 @@ from typing import Self
 from longhaul.errors import WorkerFailed
 
 _CHUNK_BYTES = 16 * 1024
-_QUEUE_S = 0.1  # a router's buffer, in seconds of the line's rate
+QUEUE_S = 0.1  # a router's buffer, in seconds of the line's rate
 _UNLIMITED_QUEUE_BYTES = 64 * 2**20
 
 
 class _Line:
     """One direction of the link, shared by all connections."""
 
-    def __init__(self, delay_s: float, rate_bytes_per_s: float):
+    def __init__(self, delay_s: float, rate_bytes_per_s: float, queue_s: float):
         self.delay_s = delay_s
+        self._queue_s = queue_s
         self.rate_bytes_per_s = rate_bytes_per_s
         self.free_at_s = 0.0
         self.bytes = 0
@@ -34,7 +35,7 @@ class _Line:
     def queue_bytes(self) -> int:
         if not self.rate_bytes_per_s:
             return _UNLIMITED_QUEUE_BYTES
-        return max(4 * _CHUNK_BYTES, int(self.rate_bytes_per_s * (self.delay_s + _QUEUE_S)))
+        return max(4 * _CHUNK_BYTES, int(self.rate_bytes_per_s * (self.delay_s + self._queue_s)))
 
     def departure_s(self, now_s: float, size: int) -> float:
         """Puts `size` bytes on the line; returns when the last of them leaves it."""
@@ -45,23 +46,60 @@ class _Line:
         return self.free_at_s
 
 
+class _Flow:
+    """What a middlebox on the path remembers of one connection: it forgets one that is idle for too long.
+
+    A forgotten flow is not closed: what either end still sends is swallowed, as a NAT without an entry does.
+    """
+
+    def __init__(self, idle_timeout_s: float, now_s: float):
+        self._idle_timeout_s = idle_timeout_s
+        self._carried_s = now_s
+        self.forgotten = False
+
+    def expires(self, now_s: float) -> bool:
+        """Notes bytes of either direction; returns whether they come too late, for the first time."""
+        late = bool(self._idle_timeout_s) and now_s - self._carried_s > self._idle_timeout_s and not self.forgotten
+        self.forgotten |= late
+        self._carried_s = now_s
+        return late
+
+
 class Relay:
     """Relays connections to `target` over an emulated link, in a thread of its own.
 
     Use as a context manager; `address` is where clients connect. `hold()` is an outage without a word: bytes
-    stop, connections stay; `release()` ends it. `reset()` tears every connection down with an RST.
+    stop, connections stay; `release()` ends it. `reset()` tears every connection down with an RST. With
+    `idle_timeout_s`, connections that carry nothing for so long are forgotten without a word, as a NAT does.
 
     Args:
       target: host and port behind the link.
       rtt_s: round-trip time, half in each direction.
       rate_bytes_per_s: of each direction; 0 is unlimited.
       port: to listen on, on loopback; 0 takes any.
+      idle_timeout_s: after which a connection that carries nothing is forgotten; 0 is never.
+      queue_s: a router's buffer before each line, in seconds of its rate.
+
+    Attributes:
+      connections: accepted so far.
+      forgotten: connections of these that were idle for too long and then used again.
     """
 
-    def __init__(self, target: tuple[str, int], rtt_s: float = 0.0, rate_bytes_per_s: float = 0.0, port: int = 0):
+    def __init__(
+        self,
+        target: tuple[str, int],
+        rtt_s: float = 0.0,
+        rate_bytes_per_s: float = 0.0,
+        port: int = 0,
+        idle_timeout_s: float = 0.0,
+        queue_s: float = QUEUE_S,
+    ):
         self._target = target
-        self._up = _Line(rtt_s / 2, rate_bytes_per_s)
-        self._down = _Line(rtt_s / 2, rate_bytes_per_s)
+        self._up = _Line(rtt_s / 2, rate_bytes_per_s, queue_s)
+        self._down = _Line(rtt_s / 2, rate_bytes_per_s, queue_s)
+        self._idle_timeout_s = idle_timeout_s
+        self.connections = 0
+        self.forgotten = 0
         self._wanted_port = port
         self.port = 0
         self._loop = asyncio.new_event_loop()
@@ -140,6 +178,8 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         self._writers.add(writer)
+        self.connections += 1
+        flow = _Flow(self._idle_timeout_s, self._loop.time())
         try:
             await self._open.wait()
             await asyncio.sleep(self._up.delay_s + self._down.delay_s)  # the handshake's round trip
@@ -148,7 +188,8 @@ class Relay:
                 self._writers.add(target_writer)
                 try:
                     await asyncio.gather(
-                        self._pump(reader, target_writer, self._up), self._pump(target_reader, writer, self._down)
+                        self._pump(reader, target_writer, self._up, flow),
+                        self._pump(target_reader, writer, self._down, flow),
                     )
                 finally:
                     self._writers.discard(target_writer)
@@ -160,7 +201,7 @@ class Relay:
             self._tasks.discard(task)
             writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: _Line) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: _Line, flow: _Flow) -> None:
         """Carries one direction of one connection until it ends."""
         waiting: deque[tuple[float, bytes]] = deque()
         waiting_bytes = 0
@@ -171,6 +212,9 @@ class Relay:
             nonlocal waiting_bytes, ended
             try:
                 while data := await reader.read(_CHUNK_BYTES):
+                    self.forgotten += flow.expires(self._loop.time())
+                    if flow.forgotten:
+                        continue
                     waiting.append((line.departure_s(self._loop.time(), len(data)) + line.delay_s, data))
                     waiting_bytes += len(data)
                     changed.set()

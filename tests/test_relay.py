@@ -101,6 +101,26 @@ def test_reset_ends_connections_and_new_ones_work(echo):
             assert _receive(c, 1) == b"z"
 
 
+def test_a_connection_idle_for_too_long_is_forgotten_without_a_word(echo):
+    with Relay(echo, idle_timeout_s=0.5) as relay, socket.create_connection(("127.0.0.1", relay.port)) as c:
+        for _ in range(8):  # in use, however little, it lives for longer than the timeout
+            time.sleep(0.1)
+            c.sendall(b"a")
+            assert _receive(c, 1) == b"a"
+        time.sleep(0.7)
+        c.sendall(b"b")
+        c.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            c.recv(1)
+        c.sendall(b"c")  # nor does it come back by being used
+        with pytest.raises(TimeoutError):
+            c.recv(1)
+        with socket.create_connection(("127.0.0.1", relay.port)) as other:
+            other.sendall(b"z")
+            assert _receive(other, 1) == b"z"
+        assert relay.connections == 2 and relay.forgotten == 1
+
+
 def test_a_taken_port_is_one_clear_error(echo):
     with pytest.raises(WorkerFailed, match="did not start"), Relay(echo, port=echo[1]):
         pass
