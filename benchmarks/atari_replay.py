@@ -52,13 +52,14 @@ class OurReplay:
 
     def __init__(self, address: str, stop: threading.Event):
         from longhaul import channel
-        from longhaul.buffer import ReplayWriter
+        from longhaul.inserter import Inserter
         from longhaul.proto import longhaul_pb2 as pb
         from longhaul.proto import longhaul_pb2_grpc as rpc
         from longhaul.site_client import SiteClient
 
-        replay = SiteClient(address, "actor", stop).announce(SPEC).replay_address
-        self._writers = [ReplayWriter(replay, SPEC, 1, STACK + N_STEP + 1, 256, 30.0) for _ in GAMES]
+        site = SiteClient(address, "actor", stop)
+        site.announce(SPEC)
+        self._writer = Inserter(site, SPEC, len(GAMES), STACK + N_STEP + 1, 1024, 30.0)
         self._stub = rpc.GatewayStub(channel.open_channel(address))
         self._request = pb.HealthRequest()
 
@@ -67,10 +68,10 @@ class OurReplay:
         return self._stub.Health(self._request, timeout=10).samples
 
     def add_row(self, game: int, row_id: int, row: np.ndarray) -> None:
-        self._writers[game].add_row(0, row_id, row)
+        self._writer.add_row(game, row_id, row)
 
     def add(self, game: int, transition: NStepTransition, priority: float) -> None:
-        self._writers[game].add_transition(0, transition, 1, priority)
+        self._writer.add_transition(game, transition, 1, priority)
 
 
 class StockReplay:

@@ -26,15 +26,18 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
         raise ConfigError(
             f"--actor_index is {index}, and must be below config.actor.num_actors ({config.actor.num_actors})"
         )
+    if config.actor.probe_share and command_line.workdir() is None:
+        raise ConfigError("config.actor.probe_share needs --workdir, where the held-out transitions are kept")
     address, credentials = connection.to_gateway("actor")
     reverb_check.check_versions()
     from longhaul.actor import Actor
     from longhaul.site_client import SiteClient
 
     site = SiteClient(address, "actor", signals.stop, credentials)
-    metrics = exporting.writer(command_line.workdir(), f"actor_{index}", config.metrics.tensorboard)
+    workdir = command_line.workdir()
+    metrics = exporting.writer(workdir, f"actor_{index}", config.metrics.tensorboard)
     try:
-        Actor(config, index, site, metrics, signals.stop).run()
+        Actor(config, index, site, metrics, signals.stop, workdir=workdir).run()
     finally:
         site.close()
         metrics.close()

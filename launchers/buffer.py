@@ -18,6 +18,13 @@ from longhaul.metrics import write_atomically
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "address the gateway listens on")
 _PORT = flags.DEFINE_integer("port", 7720, "port the gateway listens on; 0 takes a free one", lower_bound=0)
+_ORDER = flags.DEFINE_enum(
+    "order",
+    "priority",
+    ["priority", "arrival"],
+    "what leaves for the learner: draws by priority, or, as the existing approach has it, everything once in order of "
+    "arrival, of which the oldest is dropped where more than config.replay.spool transitions wait",
+)
 _REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
 flags.adopt_module_key_flags(command_line)
 flags.adopt_module_key_flags(exporting)
@@ -33,7 +40,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
 
     workdir = command_line.workdir()
     metrics = exporting.writer(workdir, "gateway", config.metrics.tensorboard)
-    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials)
+    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials, _ORDER.value)
     gateway.start()
     try:
         address = f"{_HOST.value}:{gateway.port}"

@@ -5,7 +5,8 @@
   python -m launchers.evaluate --config=configs/cartpole.py --gateway=127.0.0.1:7720 [--watch --workdir=runs/mine]
 
 Prints one JSON object on the last line. With --watch it follows the run's weights instead, evaluates the newest ones
-time after time, writes metrics/evaluator.jsonl and keeps the best weights so far as best_weights.bin.
+time after time, writes metrics/evaluator.jsonl and keeps the best weights so far as best_weights.bin; it also scores them
+on the transitions that actors hold out (config.actor.probe_share).
 """
 
 import json
@@ -105,12 +106,19 @@ def _watch(config: config_dict.ConfigDict, spec: ExperienceSpec, site: "SiteClie
     workdir = command_line.workdir()
     metrics = MetricsWriter(workdir, "evaluator", config.metrics.tensorboard)
     snapshot, best = None, -np.inf
+    probe_loss = None
+    if config.actor.probe_share and workdir is not None:
+        from longhaul import evaluation
+
+        probe_loss = evaluation.ProbeLoss(config, spec, workdir)
     try:
         while not stop.is_set():
             snapshot = _newer_weights(site, snapshot, stop)
             began_s = time.monotonic()
             figures = _evaluate(config, spec, snapshot.payload, stop)
             figures |= {"weights_version": snapshot.version, "evaluation_s": time.monotonic() - began_s}
+            if probe_loss is not None and (loss := probe_loss.measure(snapshot.payload)) is not None:
+                figures["probe_loss"] = loss
             logging.info("weights %d: mean return %.1f", snapshot.version, figures["return_mean"])
             if figures["return_mean"] > best:
                 best = figures["return_mean"]

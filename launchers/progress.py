@@ -24,11 +24,13 @@ class RunFigures:
       workdir: the run's folder.
       num_actors: actor processes of the run.
       since_s: time.time() at the run's start; a folder used again holds older lines, which are passed over.
+      link_role: the role at the learner's end of the link.
     """
 
-    def __init__(self, workdir: Path, num_actors: int, since_s: float):
+    def __init__(self, workdir: Path, num_actors: int, since_s: float, link_role: str = "learner"):
         self._since_s = since_s
-        roles = ["learner", "gateway", "evaluator", *(f"actor_{i}" for i in range(num_actors))]
+        self._link_role = link_role
+        roles = ["learner", "forwarder", "gateway", "evaluator", *(f"actor_{i}" for i in range(num_actors))]
         self._tails = {role: MetricsTail(workdir, role) for role in roles}
         self.newest: dict[str, dict[str, Any]] = {role: {} for role in roles}
         self.best_return: float | None = None
@@ -51,6 +53,10 @@ class RunFigures:
         """Returns one role's newest figure, or None if there is none yet."""
         return self.newest[role].get(name)
 
+    def of_link(self, name: str) -> float | None:
+        """Returns the newest figure of the link's end at the learner."""
+        return self.of(self._link_role, name)
+
     def over_actors(self, name: str) -> list[float]:
         """Returns the newest value of a figure of every actor that has it."""
         found = [figures.get(name) for role, figures in self.newest.items() if role.startswith("actor_")]
@@ -67,7 +73,7 @@ class RunFigures:
     @property
     def bytes_per_sample(self) -> float | None:
         """Bytes received across the link over samples, since the run's start; None before the first sample."""
-        samples, received = self.of("learner", "link_samples"), self.of("learner", "link_received_bytes")
+        samples, received = self.of_link("link_samples"), self.of_link("link_received_bytes")
         return received / samples if samples and received is not None else None
 
     @property
@@ -84,7 +90,7 @@ class RunFigures:
 
 def shown_figures(figures: RunFigures, elapsed_s: float) -> dict[str, str]:
     """Returns what progress shows, as texts by title, in order."""
-    rtt_s = figures.of("learner", "rtt_s")
+    rtt_s = figures.of_link("rtt_s")
     return {
         "time": f"{int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}",
         "updates": f"{figures.updates:,}",
@@ -93,8 +99,8 @@ def shown_figures(figures: RunFigures, elapsed_s: float) -> dict[str, str]:
         "return (actors)": _number(figures.explored_return),
         "loss": _number(figures.of("learner", "loss")),
         "samples/s": _number(figures.of("learner", "samples_per_s")),
-        "link": _bytes_per_s(figures.of("learner", "link_received_bytes_per_s")),
-        "window": _number(figures.of("learner", "window")),
+        "link": _bytes_per_s(figures.of_link("link_received_bytes_per_s")),
+        "window": _number(figures.of_link("window")),
         "RTT": "-" if not rtt_s else f"{1000 * rtt_s:.0f} ms",
     }
 

@@ -24,12 +24,14 @@ _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "PYTHONUNBUFFE
 _DEFAULTS: dict[str, dict[str, str]] = {
     "actor": _QUIET | _ONE_THREAD,
     "evaluate": _QUIET | _ONE_THREAD,
+    "forward": _QUIET | _ONE_THREAD,
     # The gateway's Python and Reverb's own threads do the work here; TensorFlow only hands samples over.
     "buffer": _QUIET | {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "2", "TF_NUM_INTEROP_THREADS": "2"},
     "learner": _QUIET,
     "local": _QUIET,
+    "compare": _QUIET,
 }
-_FORCED: dict[str, dict[str, str]] = {"actor": {"JAX_PLATFORMS": "cpu"}, "evaluate": {"JAX_PLATFORMS": "cpu"}}
+_FORCED: dict[str, dict[str, str]] = {role: {"JAX_PLATFORMS": "cpu"} for role in ("actor", "evaluate", "forward")}
 
 
 def environment(role: str) -> dict[str, str]:

@@ -6,17 +6,19 @@ Q-values: |R + discount * max_a Q(s_{t+n}, a) - Q(s_t, a_t)| + config.replay.pri
 next acting step computes anyway, so a transition waits for it; where an episode was truncated and the next one has
 already begun, one extra call of the policy, of the same shape, values the last states.
 
+A share of the transitions (config.actor.probe_share) goes to the probe instead of the replay, see probe.py.
+
 The actor knows neither the learner nor the link. Without weights it acts on random ones (version 0), without news it
 goes on with what it has, and while the replay takes nothing it drops transitions and counts them.
 """
 
 import contextlib
 import math
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,10 +29,13 @@ from longhaul import env as env_lib
 from longhaul.errors import Corruption, Stopped
 from longhaul.metrics import MetricsWriter
 from longhaul.nstep import NStepAccumulator
+from longhaul.pacing import Pace
 from longhaul.policy import Policy
-from longhaul.site_client import SiteClient, SiteDescription
+from longhaul.probe import ProbeWriter
+from longhaul.row_ids import RowIds
+from longhaul.site_client import SiteClient
 from longhaul.streams import Events, Streams
-from longhaul.types import ROW_COUNTER_BITS, ROW_INCARNATION_BITS, ExperienceSpec, NStepTransition, Snapshot
+from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
 
 _MAX_PRIORITY = 1e38  # returns are stored as float32
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
@@ -44,26 +49,8 @@ def epsilon_ladder(index: int, count: int, epsilon: float, alpha: float) -> floa
     return float(epsilon) ** (1.0 + index * alpha / (count - 1) if count > 1 else 1.0)
 
 
-class RowIds:
-    """Row ids, unique for ever: random bits of this process's life, then a counter."""
-
-    def __init__(self) -> None:
-        self._limit = 0
-        self._next = 0
-
-    def take(self) -> int:
-        """Returns the next id."""
-        if self._next == self._limit:
-            incarnation = secrets.randbits(ROW_INCARNATION_BITS)
-            self._next = incarnation << ROW_COUNTER_BITS
-            self._limit = (incarnation + 1) << ROW_COUNTER_BITS
-        row_id = self._next
-        self._next += 1
-        return row_id
-
-
 class TransitionWriter(Protocol):
-    """What the actor asks of `buffer.ReplayWriter`; see there."""
+    """What the actor asks of `inserter.Inserter`; see there."""
 
     counters: dict[str, int]
 
@@ -73,17 +60,20 @@ class TransitionWriter(Protocol):
         self, stream: int, transition: NStepTransition, policy_version: int, priority: float
     ) -> bool: ...
 
-    def reconnect(self, address: str) -> None: ...
-
     def close(self) -> None: ...
 
 
 def _open_replay(
-    address: str, spec: ExperienceSpec, num_streams: int, keep_rows: int, max_pending_items: int, write_timeout_s: float
+    site: SiteClient,
+    spec: ExperienceSpec,
+    num_streams: int,
+    keep_rows: int,
+    max_pending_items: int,
+    write_timeout_s: float,
 ) -> TransitionWriter:
-    from longhaul.buffer import ReplayWriter  # brings TensorFlow along, so only where a replay is really written
+    from longhaul.inserter import Inserter  # brings TensorFlow along, so only where a replay is really written
 
-    return ReplayWriter(address, spec, num_streams, keep_rows, max_pending_items, write_timeout_s)
+    return Inserter(site, spec, num_streams, keep_rows, max_pending_items, write_timeout_s)
 
 
 class _Held(NamedTuple):
@@ -145,7 +135,8 @@ class Actor:
       site: the gateway's client, not yet announced; `run` announces and starts it, its maker closes it.
       metrics: where a line goes each config.metrics.period_s; its step is environment steps.
       stop: ends `run`.
-      open_writer: makes the replay's writer; its arguments are those of `buffer.ReplayWriter`.
+      open_writer: makes the replay's writer; its arguments are those of `inserter.Inserter`.
+      workdir: the run's folder, for the probe; only needed with config.actor.probe_share.
     """
 
     def __init__(
@@ -156,6 +147,7 @@ class Actor:
         metrics: MetricsWriter,
         stop: threading.Event,
         open_writer: Callable[..., TransitionWriter] = _open_replay,
+        workdir: Path | None = None,
     ):
         self._config = config
         self._site = site
@@ -186,7 +178,15 @@ class Actor:
         self._adopted_time_s = 0.0
         self._progress = _Progress()
         self._writer: TransitionWriter | None = None
-        self._description: SiteDescription | None = None
+        self._pace = Pace(float(config.actor.steps_per_s))
+        # The oldest row of a transition's first stack, up to the row it bootstraps from, and the next episode's first
+        # row, which may be there before the transition is written.
+        self._keep_rows = spec.stack + spec.n_step + 1
+        self._probe: ProbeWriter | None = None
+        if config.actor.probe_share and workdir is not None:
+            seed = [config.seed % 2**64, actor_index, 1]  # apart from the actions'
+            share = float(config.actor.probe_share)
+            self._probe = ProbeWriter(workdir, f"actor_{actor_index}", spec, share, seed, self._keep_rows)
 
     def run(self) -> None:
         """Acts until the stop event is set, then returns.
@@ -196,25 +196,23 @@ class Actor:
           MismatchError, Refused: the gateway won't have this actor.
         """
         try:
-            self._description = self._site.announce(self._spec)
+            self._site.announce(self._spec)
             self._site.start()
             config = self._config.actor
             self._writer = self._open_writer(
-                self._description.replay_address,
+                self._site,
                 self._spec,
                 self._streams.num_streams,
-                # The oldest row of a transition's first stack, up to the row it bootstraps from, and the next
-                # episode's first row, which may be there before the transition is written.
-                self._spec.stack + self._spec.n_step + 1,
+                self._keep_rows,
                 config.max_pending_items,
                 config.write_timeout_s,
             )
             self._begin(self._streams.start())
             while not self._stop.is_set():
                 if not self._paused():
-                    self._look_for_restart()
                     self._look_for_weights()
                     self._act()
+                    self._pace.wait(self._stop)
                 self._report_if_due()
         except Stopped:
             logging.info("the actor was stopped after %d environment steps", self._progress.env_steps)
@@ -242,7 +240,6 @@ class Actor:
 
     def _add_steps(self, events: Events, actions: np.ndarray, q_values: np.ndarray) -> None:
         """Hands rows and steps of the streams where an action was taken to the writer and the accumulators."""
-        assert self._writer is not None
         valid = self._all_streams if events.valid.all() else np.flatnonzero(events.valid)
         rows, stacks = events.next_rows, self._stacks
         if len(valid) == len(stacks):
@@ -256,13 +253,14 @@ class Actor:
         columns = actions.tolist(), events.rewards.tolist(), events.terminated.tolist(), events.truncated.tolist()
         for stream in valid.tolist():
             row_id = self._row_ids.take()
-            self._writer.add_row(stream, row_id, rows[stream])
+            self._add_row(stream, row_id, rows[stream])
             acted = self._acted[stream]
             acted.append((acted_values[stream], version))
             step = [column[stream] for column in columns]
             for transition in self._accumulators[stream].step(*step, row_id):
                 self._held.append(_Held(stream, transition, *acted.popleft()))
         self._progress.env_steps += len(valid)
+        self._pace.count(len(valid))
 
     def _value_last_states(self, events: Events) -> None:
         """Writes what still waits in streams that begin anew, before their stacks are overwritten.
@@ -286,13 +284,18 @@ class Actor:
 
     def _begin(self, events: Events) -> None:
         """Starts the episodes that begin."""
-        assert self._writer is not None
         for stream in np.flatnonzero(events.started).tolist():
             row_id = self._row_ids.take()
             row = events.first_rows[stream]
-            self._writer.add_row(stream, row_id, row)
+            self._add_row(stream, row_id, row)
             self._accumulators[stream].start(row_id)
             self._stacks[stream] = row
+
+    def _add_row(self, stream: int, row_id: int, row: np.ndarray) -> None:
+        assert self._writer is not None
+        self._writer.add_row(stream, row_id, row)
+        if self._probe is not None:
+            self._probe.add_row(stream, row_id, row)
 
     def _write_held(self, values: list[float]) -> None:
         """Writes all that waits; values[stream] is max_a Q of the state that its transitions bootstrap from."""
@@ -311,15 +314,9 @@ class Actor:
         if not priority <= _MAX_PRIORITY:
             self._progress.refused_transitions += 1
             return
+        if self._probe is not None and self._probe.takes(held.stream, transition):
+            return
         self._writer.add_transition(held.stream, transition, held.policy_version, priority)
-
-    def _look_for_restart(self) -> None:
-        """Goes over to the replay of a buffer node that has restarted; the site's client has announced again."""
-        assert self._writer is not None
-        description = self._site.description
-        if description is not self._description:
-            self._description = description
-            self._writer.reconnect(description.replay_address)
 
     def _look_for_weights(self) -> None:
         """Adopts what the gateway holds if that is not what is held here, be it newer or, after its restart, older."""
@@ -360,6 +357,8 @@ class Actor:
         if self._adopted_time_s:
             figures["weights_age_s"] = now_s - self._adopted_time_s
         figures["epsilon_min"], figures["epsilon_max"] = float(self._epsilons.min()), float(self._epsilons.max())
+        if self._probe is not None:
+            figures["probe_transitions"] = self._probe.held_out
         figures.update(self._writer.counters)
         self._metrics.write(self._progress.env_steps, figures)
 
@@ -367,5 +366,5 @@ class Actor:
         with contextlib.ExitStack() as closing:  # one that fails must not keep the others open
             closing.callback(self._streams.close)
             if self._writer is not None:
+                closing.callback(lambda: self._report(time.monotonic()))  # of what has gone out in the end
                 closing.callback(self._writer.close)
-                self._report(time.monotonic())

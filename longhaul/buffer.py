@@ -1,12 +1,10 @@
 """The prioritized replay at the site: a Reverb table, its writer for actors and its sampler for the gateway.
 
 The only importer of Reverb (Cassirer et al. 2021), and through it of TensorFlow. An item of the table is one
-n-step transition. Its column `rows` refers to the distinct observation rows of both of its stacks, in order; each
-row is a chunk of its own, so the replay holds every row once however many transitions refer to it. A row is stored
-as a string (codec.CellPacker: its id, then its bytes, compressed by the actor that made it): a draw then hands on
-what is stored, and only the few rows that must cross the link are ever unpacked again. Its column `step` is a packed
-record: action, return, discount, the version of the weights that acted, and where in `rows` each place of the two
-stacks is found.
+n-step transition, a packed record: action, return, discount, the version of the weights that acted, and the ids of the
+observation rows of both of its stacks. The rows themselves lie beside the table (row_store.RowStore), each once however
+many transitions refer to it, and take no part in a draw: with them in the items, Reverb spent three quarters of its
+time on moving rows that the learner already had.
 
 The table's limiter holds back samples only: the learner may draw at most `samples_per_insert` times what has
 been inserted. Inserts are never blocked by the table, since then an absent learner would stop a robot; actors
@@ -16,9 +14,9 @@ that are ahead of a present learner are asked to wait by the gateway instead.
 import contextlib
 import ctypes
 import socket
+import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,36 +26,30 @@ import tensorflow as tf
 from reverb import pybind
 from reverb.cc import schema_pb2
 
-from longhaul import codec
-from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
+from longhaul.errors import ConfigError, Stopped, WorkerFailed
 from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
 
 TABLE = "replay"
-_ROW, _STEP = 0, 1  # columns of the writer
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 _FOREVER = 1e300  # Reverb takes a double; an insert is never blocked
-_RETRY_S = 0.1  # between looks at a pipe that was found full
 _DRAW_TIMEOUT_MS = 200  # how long one draw waits for the limiter before the sampler can look at the stop event
 
 
 def step_dtype(stack: int) -> np.dtype:
-    """Returns the packed record of an item's `step` column."""
+    """Returns the packed record that an item is."""
     return np.dtype(
         [
             ("action", "<i4"),
             ("n_step_return", "<f4"),
             ("discount", "<f4"),
             ("policy_version", "<i8"),
-            ("index", "u1", (2 * stack,)),
+            ("row_ids", "<i8", (2 * stack,)),
         ]
     )
 
 
 def _signature(spec: ExperienceSpec) -> dict[str, tf.TensorSpec]:
-    return {
-        "rows": tf.TensorSpec([spec.rows_per_item], tf.string),
-        "step": tf.TensorSpec([1, step_dtype(spec.stack).itemsize], tf.uint8),
-    }
+    return {"step": tf.TensorSpec([1, step_dtype(spec.stack).itemsize], tf.uint8)}
 
 
 def limiter_error_buffer(replay: Any) -> float:
@@ -126,19 +118,24 @@ class ReplayServer:
       spec: of the experience it will hold.
       replay: config.replay.
       port: to listen on, on every interface (Reverb knows no other way); 0 takes any.
+      order: "priority": items are drawn by it, time after time; "arrival": a queue of replay.spool items, each drawn
+        once, of which the oldest is dropped for one too many.
 
     Raises:
       ConfigError: the port is taken.
     """
 
-    def __init__(self, spec: ExperienceSpec, replay: Any, port: int = 0):
+    def __init__(self, spec: ExperienceSpec, replay: Any, port: int = 0, order: str = "priority"):
         self.spec = spec
+        self.order = order
+        queue = order == "arrival"
         table = reverb.Table(
             TABLE,
-            sampler=reverb.selectors.Prioritized(replay.priority_exponent),
+            sampler=reverb.selectors.Fifo() if queue else reverb.selectors.Prioritized(replay.priority_exponent),
             remover=reverb.selectors.Fifo(),
-            max_size=replay.capacity,
-            rate_limiter=_limiter(replay),
+            max_size=replay.spool if queue else replay.capacity,
+            max_times_sampled=1 if queue else 0,
+            rate_limiter=reverb.rate_limiters.MinSize(1) if queue else _limiter(replay),
             signature=_signature(spec),
         )
         _check_free(port)
@@ -187,6 +184,8 @@ class ReplaySampler:
     def __init__(self, server: ReplayServer, batch: int, ahead: int = 64):
         self._spec = server.spec
         self._port = server.port
+        # A queue that is drawn from loses a draw that times out; see queue_sampler.
+        self._timeout_ms = -1 if server.order == "arrival" else _DRAW_TIMEOUT_MS
         self._batch = batch
         self._ahead = max(1, min(ahead, batch))
         self._iterator: Iterator[Any] | None = None
@@ -201,7 +200,7 @@ class ReplaySampler:
             shapes={name: spec.shape for name, spec in signature.items()},
             max_in_flight_samples_per_worker=self._ahead,
             num_workers_per_iterator=1,
-            rate_limiter_timeout_ms=_DRAW_TIMEOUT_MS,
+            rate_limiter_timeout_ms=self._timeout_ms,
         )
         return iter(dataset.batch(self._batch, drop_remainder=True))
 
@@ -233,17 +232,10 @@ class ReplaySampler:
         raise Stopped("drawing from the replay was stopped")
 
     def _unpack(self, sample: Any, drawn_time_s: float) -> DrawnSamples:
-        spec = self._spec
-        count, per_item = self._batch, spec.rows_per_item
-        cells = sample.data["rows"].numpy().ravel().tolist()
-        step = sample.data["step"].numpy().reshape(count, -1).view(step_dtype(spec.stack)).reshape(count)
-        ids = codec.cell_ids(cells).reshape(count, per_item)
-        index = step["index"].astype(np.int32)
+        step = sample.data["step"].numpy().reshape(self._batch, -1).view(step_dtype(self._spec.stack))[:, 0]
         return DrawnSamples(
             keys=sample.info.key.numpy(),
-            row_ids=np.take_along_axis(ids, index, axis=1),
-            row_index=index + np.arange(count, dtype=np.int32)[:, None] * per_item,
-            cells=cells,
+            row_ids=np.ascontiguousarray(step["row_ids"]),
             actions=step["action"].astype(np.int32),
             returns=step["n_step_return"].astype(np.float32),
             discounts=step["discount"].astype(np.float32),
@@ -255,194 +247,66 @@ class ReplaySampler:
         )
 
 
-class _Stream:
-    """One environment stream's Reverb writer, and the rows it can still refer to."""
+class ItemWriter:
+    """Writes transitions into the replay; the rows that they refer to must be in the site's row store by then.
 
-    def __init__(self, keep_rows: int):
-        self.rows: deque[tuple[int, np.ndarray]] = deque(maxlen=keep_rows)
-        self.refs: dict[int, Any] = {}
-        self.writer: reverb.TrajectoryWriter | None = None
-        self.unflushed = 0
-        self.full_until_s = 0.0
-
-
-class ReplayWriter:
-    """Writes the rows and transitions of one actor's streams into the replay.
-
-    Never blocks longer than `write_timeout_s`: when the replay takes nothing for that long, transitions are
-    dropped and counted until it takes them again. Not thread-safe.
+    Not thread-safe. Never blocks, except in `flush`.
 
     Args:
       address: host:port of the replay.
       spec: of the experience.
-      num_streams: environment streams, each with rows of its own.
-      keep_rows: newest rows of a stream that a transition may refer to.
-      max_pending_items: transitions written and not yet confirmed, over all streams.
-      write_timeout_s: how long a full pipe may hold the caller.
-
-    Attributes:
-      counters: written_items, dropped_items, refused_priorities, reconnects.
     """
 
-    def __init__(
-        self,
-        address: str,
-        spec: ExperienceSpec,
-        num_streams: int,
-        keep_rows: int,
-        max_pending_items: int,
-        write_timeout_s: float,
-    ):
-        self._spec = spec
-        self._keep_rows = max(keep_rows, 2 * spec.stack + spec.n_step)
-        self._pending_per_stream = max(1, max_pending_items // num_streams)
-        self._timeout_ms = max(1, int(write_timeout_s * 1000))
-        self._step_dtype = step_dtype(spec.stack)
+    def __init__(self, address: str, spec: ExperienceSpec):
+        self._step = struct.Struct(f"<iffq{2 * spec.stack}q")  # step_dtype's fields; numpy takes five times as long
         _keep_freed_memory()
-        self._packer = codec.CellPacker()
-        self._streams = [_Stream(self._keep_rows) for _ in range(num_streams)]
-        self.counters = {"written_items": 0, "dropped_items": 0, "refused_priorities": 0, "reconnects": 0}
         self._client = reverb.Client(address)
+        self._writer: reverb.TrajectoryWriter | None = None
 
-    def reconnect(self, address: str) -> None:
-        """Goes over to another replay server; the rows that streams may still refer to go along."""
-        self.counters["reconnects"] += 1
-        for stream in self._streams:
-            self._abandon(stream)
-        self._client = reverb.Client(address)
-
-    def add_row(self, stream: int, row_id: int, row: np.ndarray) -> None:
-        """Makes a row available to the stream's transitions.
-
-        Args:
-          stream: from 0.
-          row_id: unique for ever.
-          row: [*row_shape] of the spec's row dtype; copied.
+    def write(self, transition: NStepTransition, policy_version: int, priority: float) -> None:
+        """Hands one transition to Reverb, which sends it in the background.
 
         Raises:
-          LonghaulError: the row's size is not the spec's.
+          WorkerFailed: the connection has failed for good, with all that was not confirmed; the next call makes
+            another.
         """
-        data = np.ascontiguousarray(row).tobytes()
-        if len(data) != self._spec.row_bytes:
-            raise LonghaulError(f"a row of {len(data)} bytes can't be stored, the spec says {self._spec.row_bytes}")
-        packed = np.empty((), object)  # Reverb's string; numpy's own would lose zeros at its end
-        packed[()] = self._packer.pack(row_id, data)
-        own = self._streams[stream]
-        if len(own.rows) == self._keep_rows:
-            own.refs.pop(own.rows[0][0], None)
-        own.rows.append((row_id, packed))
-
-    def add_transition(self, stream: int, transition: NStepTransition, policy_version: int, priority: float) -> bool:
-        """Writes one transition with its first priority.
-
-        Returns:
-          False if it was not written: a priority, return or discount that is not finite or is negative
-          (refused), or a replay that takes nothing at present (dropped). Both are counted.
-        """
-        if not (
-            0.0 <= priority < np.inf and np.isfinite(transition.n_step_return) and 0.0 <= transition.discount < np.inf
-        ):
-            self.counters["refused_priorities"] += 1
-            return False
-        own = self._streams[stream]
-        if not self._has_room(own):
-            self.counters["dropped_items"] += 1
-            return False
-        distinct, index = _distinct(transition.obs_ids + transition.next_ids, self._spec.rows_per_item)
-        step = np.zeros(1, self._step_dtype)
-        step[0] = (
-            transition.action,
-            transition.n_step_return,
-            transition.discount,
-            policy_version,
-            index,
-        )
+        t = transition
+        step = self._step.pack(t.action, t.n_step_return, t.discount, policy_version, *t.obs_ids, *t.next_ids)
         try:
-            writer = self._writer(own)
-            rows = [self._ref(own, writer, row_id) for row_id in distinct]
+            if self._writer is None:
+                self._writer = self._client.trajectory_writer(num_keep_alive_refs=1)
+                options = pybind.ConstantChunkerOptions(max_chunk_length=1, num_keep_alive_refs=1)
+                self._writer._writer.ConfigureChunker(0, options)
             # Reverb's own Python layer flattens trees at each of these calls, for twice what they cost by themselves.
-            steps = writer._writer.Append([None, step.view(np.uint8)])
-            writer._writer.CreateItem(TABLE, priority, [rows, steps[_STEP:]], [False, False])
-        except (RuntimeError, reverb.errors.ReverbError):
-            # The writer's connection has failed for good; a new one starts with the rows at hand.
-            self._abandon(own)
-            own.full_until_s = time.monotonic() + _RETRY_S
-            self.counters["dropped_items"] += 1
+            steps = self._writer._writer.Append([np.frombuffer(step, np.uint8)])
+            self._writer._writer.CreateItem(TABLE, priority, [steps], [False])
+        except (RuntimeError, reverb.errors.ReverbError) as error:
+            self._abandon()
+            raise WorkerFailed(f"writing into the replay failed: {error}") from error
+
+    def flush(self, unconfirmed: int, timeout_s: float) -> bool:
+        """Waits until at most `unconfirmed` transitions are not yet in the table; returns False at the timeout.
+
+        Raises:
+          WorkerFailed: as `write`.
+        """
+        if self._writer is None:
+            return True
+        try:
+            self._writer.flush(block_until_num_items=unconfirmed, timeout_ms=max(1, int(timeout_s * 1000)))
+        except reverb.errors.DeadlineExceededError:
             return False
-        own.unflushed += 1
-        self.counters["written_items"] += 1
+        except (RuntimeError, reverb.errors.ReverbError) as error:
+            self._abandon()
+            raise WorkerFailed(f"writing into the replay failed: {error}") from error
         return True
 
     def close(self) -> None:
-        """Lets the pending transitions go out, for at most write_timeout_s, and lets go of the connection."""
-        for stream in self._streams:
-            if stream.writer is not None:
-                with contextlib.suppress(RuntimeError, reverb.errors.ReverbError):
-                    stream.writer.flush(timeout_ms=self._timeout_ms)
-                self._abandon(stream)
+        """Lets go of the connection; what is not confirmed may be lost."""
+        self._abandon()
 
-    def _writer(self, stream: _Stream) -> reverb.TrajectoryWriter:
-        if stream.writer is None:
-            writer = self._client.trajectory_writer(num_keep_alive_refs=self._keep_rows)
-            for column in (_ROW, _STEP):
-                writer._writer.ConfigureChunker(
-                    column, pybind.ConstantChunkerOptions(max_chunk_length=1, num_keep_alive_refs=self._keep_rows)
-                )
-            stream.writer = writer
-        return stream.writer
-
-    def _ref(self, stream: _Stream, writer: reverb.TrajectoryWriter, row_id: int) -> Any:
-        """Returns Reverb's reference to a row, after handing over the stream's rows up to it."""
-        if row_id not in stream.refs:
-            for known_id, packed in stream.rows:
-                if known_id not in stream.refs:
-                    stream.refs[known_id] = writer._writer.Append([packed, None])[_ROW]
-                if known_id == row_id:
-                    break
-        if row_id not in stream.refs:
-            raise LonghaulError(f"row {row_id} is not among the {self._keep_rows} newest rows of its stream")
-        return stream.refs[row_id]
-
-    def _has_room(self, stream: _Stream) -> bool:
-        """Confirms pending transitions now and then; False while the replay does not take them."""
-        waiting = time.monotonic() < stream.full_until_s
-        if waiting or stream.writer is None or stream.unflushed < self._pending_per_stream // 2 + 1:
-            return not waiting
-        try:
-            # Once full, a look must not hold the actor again: it has already waited its timeout.
-            patience_ms = 1 if stream.full_until_s else self._timeout_ms
-            stream.writer.flush(block_until_num_items=self._pending_per_stream // 2, timeout_ms=patience_ms)
-        except reverb.errors.DeadlineExceededError:
-            stream.full_until_s = time.monotonic() + _RETRY_S
-            return False
-        except (RuntimeError, reverb.errors.ReverbError):
-            self._abandon(stream)
-        stream.unflushed = 0
-        stream.full_until_s = 0.0
-        return True
-
-    def _abandon(self, stream: _Stream) -> None:
+    def _abandon(self) -> None:
         """Lets go of a writer without waiting for it: closing one whose server is gone can block."""
-        writer, stream.writer = stream.writer, None
-        stream.refs.clear()
-        stream.unflushed = 0
-        stream.full_until_s = 0.0
+        writer, self._writer = self._writer, None
         if writer is not None:
             threading.Thread(target=writer.close, name="close-writer", daemon=True).start()
-
-
-def _distinct(row_ids: tuple[int, ...], length: int) -> tuple[list[int], list[int]]:
-    """Returns the distinct ids in order of first use, padded to `length`, and each place's index among them.
-
-    Reverb reads a cell that stands twice in a row as a slice of two, so the padding alternates between the
-    last two ids; a transition has two distinct rows at least.
-    """
-    places: dict[int, int] = {}
-    for row_id in row_ids:
-        places.setdefault(row_id, len(places))
-    distinct = list(places)
-    if len(distinct) < 2 or len(distinct) > length:
-        raise LonghaulError(f"a transition refers to {len(distinct)} rows, from 2 to {length} are possible")
-    while len(distinct) < length:
-        distinct.append(distinct[-2])
-    return distinct, [places[row_id] for row_id in row_ids]

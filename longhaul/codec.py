@@ -116,9 +116,9 @@ class CellPacker:
         return name + _CELL_RAW + row
 
 
-def cell_ids(cells: list[bytes]) -> np.ndarray:
-    """Returns the row ids of cells, int64 [len(cells)]."""
-    return np.frombuffer(b"".join([cell[:_ID_BYTES] for cell in cells]), "<i8")
+def cell_id(cell: bytes) -> int:
+    """Returns the id of a cell's row."""
+    return int.from_bytes(cell[:_ID_BYTES], "little", signed=True)
 
 
 def unpack_cells(cells: list[bytes], row_bytes: int) -> bytes:
@@ -131,9 +131,9 @@ def unpack_cells(cells: list[bytes], row_bytes: int) -> bytes:
     rows = []
     for cell in cells:
         how, data = cell[_ID_BYTES : _ID_BYTES + 1], cell[_ID_BYTES + 1 :]
-        row = decompress(data, row_bytes, row_bytes, "a stored row", decompressor) if how == _CELL_ZSTD else data
+        row = decompress(data, row_bytes, row_bytes, "a row", decompressor) if how == _CELL_ZSTD else data
         if len(row) != row_bytes or how not in (_CELL_RAW, _CELL_ZSTD):
-            raise Corruption(f"a stored row of {len(row)} bytes, the spec says {row_bytes}")
+            raise Corruption(f"a row of {len(row)} bytes, the spec says {row_bytes}")
         rows.append(row)
     return b"".join(rows)
 

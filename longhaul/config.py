@@ -44,6 +44,8 @@ def default() -> config_dict.ConfigDict:
             max_pending_items=256,  # transitions written and not yet confirmed, per actor
             write_timeout_s=5.0,  # how long a full pipe may hold an actor before transitions are dropped
             max_env_failures=5,  # consecutive failures of an environment before the actor gives up
+            steps_per_s=0.0,  # environment steps per second of one actor process; 0: as many as it can
+            probe_share=0.0,  # share of transitions held out of the replay, for the loss on a probe; 0: none
         ),
         agent=dict(
             n_step=3,
@@ -64,6 +66,7 @@ def default() -> config_dict.ConfigDict:
             beta_updates=100_000,  # updates over which beta goes from start to end
             samples_per_insert=8.0,  # samples the learner may draw per transition inserted; 0: no limit
             error_buffer=0.1,  # how far either side may run ahead, as a share of min_size (in inserts)
+            spool=2_000,  # transitions waiting at a site that forwards in order of arrival; the oldest are dropped
         ),
         learner=dict(
             batch_size=64,  # transitions per update, B
@@ -74,6 +77,7 @@ def default() -> config_dict.ConfigDict:
             target_period_updates=200,  # copy of the online network; ignored when target_tau is set
             target_tau=0.0,  # Polyak step per update; 0: periodic copies
             max_updates=50_000,  # the run ends then
+            updates_per_s=0.0,  # at most; 0: as many as it can
             publish_period_updates=100,  # between publications of weights
             cache_bytes=256 * 2**20,  # device memory for cached rows
             checkpoint_period_s=60.0,
@@ -85,6 +89,7 @@ def default() -> config_dict.ConfigDict:
             row_level=0,  # zstd level for rows; 0: chosen by measured CPU and link
             weights_dtype="bfloat16",  # or "float32"
             weights_budget_bytes_per_s=0.0,  # stretches the publishing period; 0: no budget
+            experiences_per_s=0.0,  # transitions that cross per second, at most; 0: no cap
         ),
         evaluation=dict(
             episodes=20,
@@ -96,6 +101,7 @@ def default() -> config_dict.ConfigDict:
         metrics=dict(
             period_s=1.0,  # between lines of metrics/<role>.jsonl
             tensorboard=True,
+            score_transfers=False,  # the priority of what has crossed the link, under the network at its arrival
         ),
     )
 
@@ -141,6 +147,8 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "actor.max_pending_items": (_positive, "at least 1"),
     "actor.write_timeout_s": (_positive, "more than 0"),
     "actor.max_env_failures": (_positive, "at least 1"),
+    "actor.steps_per_s": (_not_negative, "0 (as many as it can) or more"),
+    "actor.probe_share": (lambda x: 0 <= x < 1, "from 0 (none) to less than 1"),
     "agent.n_step": (lambda x: 1 <= x <= 100, "from 1 to 100"),
     "agent.gamma": (_unit, "from 0 to 1"),
     "agent.network": (_one_of(*NETWORKS), f"one of {NETWORKS}"),
@@ -155,6 +163,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "replay.beta_updates": (_positive, "at least 1"),
     "replay.samples_per_insert": (_not_negative, "0 (no limit) or more"),
     "replay.error_buffer": (_positive, "more than 0"),
+    "replay.spool": (_positive, "at least 1"),
     "learner.batch_size": (_positive, "at least 1"),
     "learner.minibatches_per_pull": (_positive, "at least 1"),
     "learner.learning_rate": (_positive, "more than 0"),
@@ -163,6 +172,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "learner.target_period_updates": (_positive, "at least 1"),
     "learner.target_tau": (_unit, "from 0 to 1"),
     "learner.max_updates": (_positive, "at least 1"),
+    "learner.updates_per_s": (_not_negative, "0 (as many as it can) or more"),
     "learner.publish_period_updates": (_positive, "at least 1"),
     "learner.cache_bytes": (_positive, "at least 1"),
     "learner.checkpoint_period_s": (_positive, "more than 0"),
@@ -172,6 +182,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "link.row_level": (lambda x: 0 <= x <= 19, "0 (automatic) or a zstd level from 1 to 19"),
     "link.weights_dtype": (_one_of("bfloat16", "float32"), "'bfloat16' or 'float32'"),
     "link.weights_budget_bytes_per_s": (_not_negative, "0 (no budget) or more"),
+    "link.experiences_per_s": (_not_negative, "0 (no cap) or more"),
     "evaluation.episodes": (_positive, "at least 1"),
     "evaluation.max_steps": (_positive, "at least 1"),
     "evaluation.period_s": (_not_negative, "0 or more"),

@@ -7,6 +7,7 @@ config.evaluation.max_steps is cut and reported as capped: greedy play need neve
 
 import dataclasses
 import threading
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -14,11 +15,13 @@ import numpy as np
 from ml_collections import config_dict
 
 from longhaul import env as env_lib
+from longhaul import probe, scoring
 from longhaul.errors import Stopped, WorkerFailed
 from longhaul.policy import Policy
 from longhaul.types import ExperienceSpec
 
 MAX_LANES = 32  # environments side by side
+PROBE_TRANSITIONS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,3 +118,35 @@ def _call(function: Any, episode: int, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     except Exception as error:
         raise WorkerFailed(f"evaluation: the environment failed in episode {episode}: {error!r}") from error
+
+
+class ProbeLoss:
+    """The loss on the newest held-out transitions of the whole site, which nothing has been trained on; see probe.py.
+
+    Args:
+      config: whole configuration.
+      spec: of the experience.
+      workdir: the run's folder.
+    """
+
+    def __init__(self, config: config_dict.ConfigDict, spec: ExperienceSpec, workdir: Path):
+        self._workdir = workdir
+        self._policy = Policy(spec, config, 1)
+        self._scorer = scoring.Scorer(spec, config)
+
+    def measure(self, payload: bytes) -> float | None:
+        """Returns the mean of Huber's loss without importance weights; None while too few are held out.
+
+        Args:
+          payload: a snapshot's, as `codec.pack_weights` made it.
+
+        Raises:
+          Corruption: the payload is damaged, not finite or another network's.
+          OSError: a held-out file can't be read.
+        """
+        held_out = probe.newest(self._workdir, PROBE_TRANSITIONS)
+        if held_out is None:
+            return None
+        self._policy.adopt(payload)
+        _, losses = self._scorer.score(self._policy.params, *held_out)
+        return float(losses.mean(dtype=np.float64))

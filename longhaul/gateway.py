@@ -16,8 +16,9 @@ from concurrent import futures
 from typing import Any, NoReturn
 
 import grpc
+import numpy as np
 
-from longhaul import buffer, session, snapshots
+from longhaul import buffer, row_store, session, snapshots
 from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, spec_to_proto
 from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused
 from longhaul.proto import longhaul_pb2 as pb
@@ -45,6 +46,7 @@ class Gateway:
       port: 0 takes any.
       replay_port: Reverb's; 0 takes any.
       credentials: for TLS and tokens; None serves in the clear, whoever calls.
+      order: what leaves for the learner, "priority" or "arrival"; see `buffer.ReplayServer`.
 
     Attributes:
       port: listened on, after `start`.
@@ -58,8 +60,10 @@ class Gateway:
         port: int = 0,
         replay_port: int = 0,
         credentials: Credentials | None = None,
+        order: str = "priority",
     ):
         self._replay = config.replay
+        self._order = order
         self._host = host
         self._credentials = credentials
         self.port = port
@@ -69,6 +73,7 @@ class Gateway:
         self._stop = threading.Event()
         self._server: grpc.Server | None = None
         self._table: buffer.ReplayServer | None = None
+        self._rows: row_store.RowStore | None = None
         self._session: session.Session | None = None
         self._weights = snapshots.SnapshotHolder()
         self._counters: Counter[str] = Counter()
@@ -125,7 +130,11 @@ class Gateway:
             "table_size": size,
             "inserts": inserts,
             "samples": samples,
+            "spool_dropped": inserts - samples - size if self._order == "arrival" else 0,
             "pause_inserts": int(self._pause),
+            "connected_actors": self._rows.feeds if self._rows is not None else 0,
+            "stored_rows": len(self._rows) if self._rows is not None else 0,
+            "stored_rows_bytes": self._rows.stored_bytes if self._rows is not None else 0,
             **session.figures(self._session),
             **self._counters,
         }
@@ -142,7 +151,8 @@ class Gateway:
         """
         with self._lock:
             if self._table is None:
-                self._table = buffer.ReplayServer(spec, self._replay, self._replay_port)
+                self._rows = row_store.RowStore(self._replay.capacity, spec.row_bytes, spec.rows_per_item)
+                self._table = buffer.ReplayServer(spec, self._replay, self._replay_port, self._order)
                 logging.info("replay for %s listens on port %d", spec, self._table.port)
                 if outside := buffer.outside_address(self._table.port):
                     logging.warning(
@@ -178,8 +188,8 @@ class Gateway:
           ConfigError, MismatchError: sizes that can't work, or no experience announced yet.
         """
         with self._lock:
-            table = self._table
-            if table is None:
+            table, rows = self._table, self._rows
+            if table is None or rows is None:
                 raise MismatchError("no actor has announced its experience yet: call Describe first")
             current = self._session
             if current is not None and current.learner_id != opened.learner_id:
@@ -191,15 +201,26 @@ class Gateway:
             if not resumed or current is None:
                 if current is not None:
                     current.close()
-                current = session.Session(opened, table, self._counters)
+                current = session.Session(opened, table, rows, self._counters)
                 self._session = current
             stream = current.attach(opened)
             self._counters["streams"] += 1
             return stream, pb.Opened(resumed=resumed, next_sequence=current.next_sequence, run_id=self.run_id)
 
+    def open_feed(self, first: pb.RowsRequest) -> row_store.RowFeed:
+        """Begins to take an actor's rows.
+
+        Raises:
+          MismatchError: the actor has announced itself to another run of this node.
+          Corruption: its figures can't be.
+        """
+        if self._rows is None or first.run_id != self.run_id:
+            raise MismatchError("the buffer node has restarted: announce the experience again")
+        return self._rows.open(first.streams, first.keep_rows, first.pending)
+
     def _watch_table(self) -> None:
         """Reads the table's figures and decides whether actors should wait."""
-        ratio = self._replay.samples_per_insert
+        ratio = self._replay.samples_per_insert if self._order == "priority" else 0.0  # a queue drops, nobody waits
         allowed = ratio * self._replay.min_size + buffer.limiter_error_buffer(self._replay)
         while not self._stop.wait(_TABLE_PERIOD_S):
             if self._table is None:
@@ -288,6 +309,24 @@ class _Service(rpc.GatewayServicer):
             self._abort(context, error)
         if context.is_active():
             self._refuse(context, grpc.StatusCode.UNAVAILABLE, "the gateway ends this stream")
+
+    def PutRows(self, requests: Iterator[pb.RowsRequest], context: grpc.ServicerContext) -> Iterator[pb.RowsResponse]:
+        feed: row_store.RowFeed | None = None
+        try:
+            for request in requests:
+                if feed is None:
+                    feed = self._gateway.open_feed(request)
+                places = np.frombuffer(request.places, "<i4").tolist()
+                feed.put(places, list(request.cells), request.handed_over, request.settled)
+                yield pb.RowsResponse(stored=feed.stored)
+        except Corruption as error:
+            self._gateway._counters["corrupt_messages"] += 1
+            self._abort(context, error)
+        except MismatchError as error:
+            self._abort(context, error)
+        finally:
+            if feed is not None:
+                feed.close()
 
     def PublishWeights(self, chunks: Iterator[pb.WeightsChunk], context: grpc.ServicerContext) -> pb.PublishResponse:
         holder = self._gateway._weights

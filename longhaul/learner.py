@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
-from longhaul import checkpoints, codec, device_cache, dqn, networks, train_step
+from longhaul import checkpoints, codec, device_cache, dqn, networks, pacing, scoring, train_step
 from longhaul.background import NewestOnly
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
@@ -37,6 +37,8 @@ class _InFlight(NamedTuple):
     report: jax.Array
     received_time_s: float
     draw_age_s: float
+    scores: jax.Array | None  # see Learner._score_on_arrival
+    first_crossings: np.ndarray
 
 
 def _check_weights_size(params: Params) -> None:
@@ -202,6 +204,10 @@ class Learner:
 
         self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype)
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config))
+        self._pace = pacing.Pace(float(config.learner.updates_per_s))
+        self._transfer_pace = pacing.transfer_pace(config)
+        self._arrivals = scoring.ArrivalTally() if config.metrics.score_transfers else None
+        self._score: Any = scoring.make_batch_score(spec, config)
         self._copy_state = jax.jit(lambda state: jax.tree_util.tree_map(jnp.copy, state))
         self._publisher = Publisher(link, config, self._epoch, version)
         self._saver: NewestOnly[tuple[dqn.TrainState, checkpoints.Progress]] = NewestOnly("checkpoints", self._save)
@@ -251,9 +257,15 @@ class Learner:
         self._tally.begin()
         while self.updates < max_updates and not self._stop.is_set():
             asked_s = time.monotonic()
-            batch = self._link.next_batch(0.0 if in_flight else _WAIT_S)
+            ahead_s = max(self._pace.delay_s(), self._transfer_pace.delay_s())
+            if ahead_s > 0:
+                batch = None
+                if in_flight is None:
+                    self._stop.wait(min(ahead_s, _WAIT_S))
+            else:
+                batch = self._link.next_batch(0.0 if in_flight else _WAIT_S)
             now_s = time.monotonic()
-            if in_flight is None:
+            if in_flight is None and ahead_s == 0:
                 self._tally.idle_s += now_s - asked_s
             newest = self._dispatch(batch) if batch is not None else None
             if in_flight is not None:
@@ -278,17 +290,30 @@ class Learner:
         if not self._rows_agree(batch):
             return None
         packed = train_step.pack_batch(batch)
+        scores = self._score_on_arrival(packed)
         with jax.transfer_guard_host_to_device("allow"):  # the one transfer that is meant, cheaper than device_put
             self._state, report = self._train_step(self._state, self._cache.array, packed)
         self.updates += self._shape.minibatches
+        self._pace.count(self._shape.minibatches)
+        self._transfer_pace.count(batch.actions.size)
         self._tally.new_rows += len(batch.new_slots)
         self._site_stats = batch.stats
-        return _InFlight(batch.sequence, report, batch.received_time_s, batch.stats.get("draw_age_s", 0.0))
+        age_s = batch.stats.get("draw_age_s", 0.0)
+        return _InFlight(batch.sequence, report, batch.received_time_s, age_s, scores, batch.first_crossings)
+
+    def _score_on_arrival(self, packed: np.ndarray) -> jax.Array | None:
+        """Returns what the network as it is makes of the batch, float32 [K*B]; None if nobody asks."""
+        if self._arrivals is None:
+            return None
+        with jax.transfer_guard_host_to_device("allow"):
+            return self._score(self._state.params, self._cache.array, packed)
 
     def _settle(self, done: _InFlight) -> None:
         """Waits for a batch's training and sends its priorities back."""
         with jax.transfer_guard_device_to_host("allow"):  # the one transfer back that is meant
             report = np.asarray(done.report)
+            if self._arrivals is not None and done.scores is not None:
+                self._arrivals.add(np.asarray(done.scores), done.first_crossings)
         priorities, figures = train_step.split_report(report, self._shape)
         self._link.ack(done.sequence, priorities)
         age_s = time.monotonic() - done.received_time_s
@@ -336,11 +361,13 @@ class Learner:
             **self._site_stats,
             **self._link.read_stats(),
             **tally.means(),
+            **(self._arrivals.read() if self._arrivals is not None else {}),
             "updates": self.updates,
             "updates_per_s": tally.updates / elapsed_s,
             "samples_per_s": samples / elapsed_s,
             "skipped_updates": tally.skipped,
             "target_updates": tally.target_updates,
+            # Waiting for the link; what config.learner.updates_per_s holds back is no such time.
             "idle_share": min(1.0, tally.idle_s / elapsed_s),
             "batch_age_s": tally.batch_age_s / tally.batches if tally.batches else np.nan,
             "sample_age_s": tally.sample_age_s / tally.batches if tally.batches else np.nan,

@@ -40,6 +40,11 @@ class Policy:
         self._shapes = {name: leaf.shape for name, leaf in networks.flatten_params(self._params).items()}
         self._input_shape = (batch, spec.stack, *spec.row_shape)
 
+    @property
+    def params(self) -> Params:
+        """The weights last adopted, on the device."""
+        return self._params
+
     def q_values(self, stacks: np.ndarray) -> np.ndarray:
         """Returns float32 [B, num_actions] for stacked rows [B, stack, *row_shape] of the row dtype."""
         assert stacks.shape == self._input_shape, (stacks.shape, self._input_shape)

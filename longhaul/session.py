@@ -25,7 +25,9 @@ from longhaul.channel import PART_BYTES
 from longhaul.errors import ConfigError, Corruption, LonghaulError, Refused, Stopped
 from longhaul.mirror import Mirror
 from longhaul.proto import longhaul_pb2 as pb
+from longhaul.queue_sampler import QueueSampler
 from longhaul.row_level import RowLevel
+from longhaul.row_store import RowStore
 from longhaul.types import DrawnSamples
 
 MAX_WINDOW = 1024
@@ -34,6 +36,7 @@ _AUDIT_PERIOD_S = 10.0
 _AUDIT_SLOTS = 32
 _MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
 _LEAST_AHEAD = 64  # samples that Reverb draws before they are asked for
+_DRAWS_AHEAD = 4  # drawn by Reverb, waiting for the packer, being packed, and one to spare
 _QUEUED_MESSAGES = 8  # a slow reader holds the drawer back instead of filling memory
 
 
@@ -52,23 +55,27 @@ class Session:
     Args:
       opened: the stream's first message.
       server: the replay to draw from.
+      rows: what its transitions refer to.
       counters: shared with the gateway: refused_priorities, corrupt_messages, rolled_back_batches ...
 
     Raises:
       ConfigError: sizes that can't work, each named.
     """
 
-    def __init__(self, opened: pb.Open, server: ReplayServer, counters: dict[str, int]):
+    def __init__(self, opened: pb.Open, server: ReplayServer, rows: RowStore, counters: dict[str, int]):
         spec = server.spec
         self.learner_id = opened.learner_id
         self.epoch = opened.epoch
         self.count = opened.batch_size * opened.minibatches
         self._check_sizes(opened, spec.row_bytes, spec.stack)
         self._server = server
+        self._rows = rows
+        rows.reserve(_DRAWS_AHEAD * self.count)
         self._spec = spec
         self._counters = counters
         # One for all streams: to take a sampler down costs Reverb up to seconds.
-        self.sampler = ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
+        self._queue = QueueSampler(server, self.count) if server.order == "arrival" else None
+        self.sampler = self._queue or ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
         self._mirror = Mirror(opened.cache_rows)
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
@@ -115,6 +122,8 @@ class Session:
                 del self._in_flight[sequence]
             self._counters["rolled_back_batches"] += len(lost)
             self._mirror.roll_back(opened.last_sequence)
+            if self._queue is not None:
+                self._queue.roll_back(len(self._in_flight))
             self._next_sequence = opened.last_sequence + 1
             self._reserved = 0
             self._set_window(opened.window)
@@ -159,17 +168,22 @@ class Session:
             batch = self._in_flight.get(ack.sequence)
         if batch is None:
             return
+        if self._queue is None:
+            self._apply_priorities(ack, batch)
+            self.priority_age_s = time.monotonic() - batch.drawn_time_s
+        with self._lock:
+            if self._in_flight.pop(ack.sequence, None) is not None and self._queue is not None:
+                self._queue.confirm()
+            self._mirror.confirm(ack.sequence)
+            self._lock.notify_all()
+
+    def _apply_priorities(self, ack: pb.Ack, batch: _InFlight) -> None:
         priorities = codec.unpack_priorities(ack.priorities, ack.width, self.count)
         good = np.isfinite(priorities) & (priorities >= 0)
         refused = self.count - int(np.count_nonzero(good))
         if refused:
             self._counters["refused_priorities"] += refused
         self._server.update_priorities(batch.keys[good], np.minimum(priorities[good], _MAX_PRIORITY))
-        self.priority_age_s = time.monotonic() - batch.drawn_time_s
-        with self._lock:
-            self._in_flight.pop(ack.sequence, None)
-            self._mirror.confirm(ack.sequence)
-            self._lock.notify_all()
 
     def wait_credit(self, closed: threading.Event) -> None:
         """Waits until one more batch may be in flight, and takes that place for the next `make_batch`.
@@ -193,18 +207,34 @@ class Session:
         with self._lock:
             self._lock.notify_all()
 
-    def make_batch(self, drawn: DrawnSamples) -> tuple[pb.Batch, bytes]:
-        """Places the rows of a draw, remembers its keys, and returns the message and all its compressed rows."""
+    def make_batch(self, drawn: DrawnSamples) -> tuple[pb.Batch, bytes] | None:
+        """Places the rows of a draw, remembers its keys, and returns the message and all its compressed rows.
+
+        None if no sample of the draw has its rows: its credit is free again.
+        """
         with self._lock:
             sequence = self._next_sequence
+            placement = self._mirror.place(sequence, drawn.row_ids)
+            cells = self._cells(drawn, placement.new_places)
+            if len(cells) < len(placement.new_places):
+                self._mirror.roll_back(sequence - 1)
+                sound = self._sound_samples(drawn)
+                if sound is None:
+                    self._reserved -= 1
+                    self._lock.notify_all()
+                    return None
+                drawn = sound
+                placement = self._mirror.place(sequence, drawn.row_ids)
+                cells = self._cells(drawn, placement.new_places)
             self._next_sequence += 1
             self._reserved -= 1
-            placement = self._mirror.place(sequence, drawn.row_ids)
             self._in_flight[sequence] = in_flight = _InFlight(drawn)
-        new_rows = self._rows(drawn, placement.new_places)
+        new_rows = codec.unpack_cells(cells, self._spec.row_bytes)
         rows = self._row_level.compress(new_rows) if new_rows else b""
+        # A queue has no probabilities: there the column carries the priorities that the actors gave.
+        chances = drawn.probabilities if self._queue is None else drawn.priorities
         columns = codec.Columns(
-            placement.slots, drawn.actions, drawn.returns, drawn.discounts, drawn.probabilities.astype(np.float32)
+            placement.slots, drawn.actions, drawn.returns, drawn.discounts, chances.astype(np.float32)
         )
         inserts, samples = self.table_figures
         message = pb.Batch(
@@ -229,10 +259,30 @@ class Session:
         in_flight.wire_bytes = message.ByteSize() + max(0, len(rows) - self.part_bytes)
         return message, rows
 
-    def _rows(self, drawn: DrawnSamples, places: np.ndarray) -> bytes:
-        """Returns the rows that stand at flat places of the draw's row ids, one after the other."""
-        cells = [drawn.cells[i] for i in drawn.row_index.reshape(-1)[places].tolist()]
-        return codec.unpack_cells(cells, self._spec.row_bytes)
+    def _cells(self, drawn: DrawnSamples, places: np.ndarray) -> list[bytes]:
+        """Returns the stored rows at flat places of the draw's row ids; fewer if some are not at the site."""
+        cells = self._rows.get(drawn.row_ids.reshape(-1)[places].tolist())
+        return [cell for cell in cells if cell is not None]
+
+    def _sound_samples(self, drawn: DrawnSamples) -> DrawnSamples | None:
+        """Puts sound samples of the same draw in place of those whose rows neither the site nor the learner has.
+
+        Only a writer that breaks the rules makes such an item; it gets priority 0, so that it is not drawn again.
+        None if no sample is sound.
+        """
+        distinct, places = np.unique(drawn.row_ids, return_inverse=True)
+        ids = distinct.tolist()
+        known = [self._mirror.slot(i) is not None or cell is not None for i, cell in zip(ids, self._rows.get(ids))]
+        sound = np.array(known)[places.reshape(drawn.row_ids.shape)].all(axis=1)
+        lost = np.flatnonzero(~sound)
+        self._counters["lost_samples"] += len(lost)
+        self._server.update_priorities(drawn.keys[lost], np.zeros(len(lost)))
+        if not sound.any():
+            return None
+        chosen = np.arange(len(sound))
+        chosen[lost] = np.resize(np.flatnonzero(sound), len(lost))
+        columns = {name: column[chosen] for name, column in drawn._asdict().items() if isinstance(column, np.ndarray)}
+        return drawn._replace(**columns)
 
     def _audit(self, message: pb.Batch, drawn: DrawnSamples, slots: np.ndarray) -> None:
         """Now and then states what some of the batch's slots must hold, for the learner to look."""
@@ -241,8 +291,10 @@ class Session:
             return
         self._next_audit_s = now_s + _AUDIT_PERIOD_S
         places = np.linspace(0, slots.size - 1, min(_AUDIT_SLOTS, slots.size)).astype(np.int64)
+        # The learner may hold rows that the site has let go of.
+        places = places[[cell is not None for cell in self._rows.get(drawn.row_ids.reshape(-1)[places].tolist())]]
         message.audit_slots = slots.reshape(-1)[places].astype("<i4").tobytes()
-        message.audit_crc32 = zlib.crc32(self._rows(drawn, places))
+        message.audit_crc32 = zlib.crc32(codec.unpack_cells(self._cells(drawn, places), self._spec.row_bytes))
 
 
 class Stream:
@@ -373,7 +425,10 @@ class Stream:
                 drawn, began_s, waited_s = self._drawn.get(timeout=0.2)
             except queue.Empty:
                 continue
-            message, rows = session.make_batch(drawn)
+            made = session.make_batch(drawn)
+            if made is None:
+                continue
+            message, rows = made
             message.service_s = time.monotonic() - began_s
             message.credit_wait_s = waited_s
             self._put(pb.SampleResponse(batch=message))

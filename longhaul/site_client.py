@@ -6,8 +6,8 @@ A site's network is near, yet the gateway may restart: every thread here tries a
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -156,6 +156,20 @@ class SiteClient:
                     logging.warning("waiting for the gateway: %s", outage)
                     said = True
                 backoff.wait(outage)
+
+    def put_rows(self, requests: Iterator[pb.RowsRequest]) -> Any:
+        """Opens a stream of rows to the gateway; returns gRPC's call, an iterator of RowsResponse.
+
+        Raises:
+          Stopped: this client is closed.
+        """
+        if self._done():
+            raise Stopped("the site's client is closed")
+        return self._stub.PutRows(requests)
+
+    def explain(self, error: grpc.RpcError) -> LonghaulError:
+        """Returns our error for one of gRPC's."""
+        return channel.our_error(error, self._address, self._credentials)
 
     def start(self) -> None:
         """Starts to follow weights and health in the background."""

@@ -83,7 +83,8 @@ def pack_batch(batch: Batch) -> np.ndarray:
     return packed
 
 
-def _unpack(packed: jax.Array) -> Minibatch:
+def unpack(packed: jax.Array) -> Minibatch:
+    """Undoes `pack_batch` on the device; int32 [..., 2*stack + 4]."""
     slots, *scalars = jnp.split(packed, [packed.shape[-1] - 4 + i for i in range(4)], axis=-1)
     actions, *floats = (scalar.squeeze(-1) for scalar in scalars)
     return Minibatch(slots, actions, *(jax.lax.bitcast_convert_type(x, jnp.float32) for x in floats))
@@ -102,7 +103,7 @@ def make_train_step(update: Update) -> TrainStep:
             return state, (priorities, jnp.stack([metrics[name] for name in METRICS]))
 
         follow = _one_by_one if cache.ndim > 2 and jax.default_backend() == "cpu" else jax.lax.scan
-        state, (priorities, figures) = follow(one, state, _unpack(packed))
+        state, (priorities, figures) = follow(one, state, unpack(packed))
         return state, jnp.concatenate([priorities.reshape(-1), figures.reshape(-1)])
 
     return jax.jit(train_step, donate_argnums=0)

@@ -77,8 +77,6 @@ class DrawnSamples(NamedTuple):
     Attributes:
       keys: uint64 [N], Reverb item keys.
       row_ids: int64 [N, 2*stack], observation rows then next observation rows.
-      row_index: int32 [N, 2*stack], where in `cells` each row is.
-      cells: N*rows_per_item rows as they are stored, see codec.CellPacker.
       actions: int32 [N].
       returns: float32 [N].
       discounts: float32 [N].
@@ -91,8 +89,6 @@ class DrawnSamples(NamedTuple):
 
     keys: np.ndarray
     row_ids: np.ndarray
-    row_index: np.ndarray
-    cells: list[bytes]
     actions: np.ndarray
     returns: np.ndarray
     discounts: np.ndarray
@@ -120,6 +116,7 @@ class Batch(NamedTuple):
       audit_slots: int32 [A], slots of this batch to be looked at once its rows are in place; mostly none.
       audit_crc32: CRC-32 of what those slots must hold, in order.
       stats: figures from the site (inserts, samples, mean policy version ...).
+      first_crossings: bool [K, B], whether each transition crosses the link for the first time; empty unless asked for.
     """
 
     sequence: int
@@ -135,6 +132,7 @@ class Batch(NamedTuple):
     audit_slots: np.ndarray
     audit_crc32: int
     stats: dict[str, float]
+    first_crossings: np.ndarray = np.zeros(0, np.bool_)
 
 
 class Snapshot(NamedTuple):

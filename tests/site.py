@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 
-from longhaul import buffer, config
+from longhaul import config
 from longhaul.gateway import Gateway
+from longhaul.inserter import Inserter
 from longhaul.link import LinkClient
 from longhaul.site_client import SiteClient
 from longhaul.types import Batch, ExperienceSpec, NStepTransition
@@ -39,7 +40,8 @@ class Writer:
     def __init__(self, site: SiteClient, spec: ExperienceSpec = SPEC, priority=lambda t: 1.0):
         self.spec = spec
         self._priority = priority
-        self._writer = buffer.ReplayWriter(site.announce(spec).replay_address, spec, 1, 16, 256, 5.0)
+        site.announce(spec)
+        self._writer = Inserter(site, spec, 1, 16, 256, 5.0)
         self._next = 0
 
     def write(self, count: int) -> None:

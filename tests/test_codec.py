@@ -126,7 +126,7 @@ def test_priorities_of_the_wrong_size_are_refused():
 def test_a_stored_row_comes_back_with_its_id(row):
     packer = codec.CellPacker()
     cells = [packer.pack(row_id, row) for row_id in (0, 5, 2**62)]
-    assert codec.cell_ids(cells).tolist() == [0, 5, 2**62]
+    assert [codec.cell_id(cell) for cell in cells] == [0, 5, 2**62]
     assert codec.unpack_cells(cells, len(row)) == 3 * row
     assert all(len(cell) <= len(row) + 9 for cell in cells)
 

@@ -161,7 +161,7 @@ def test_a_link_that_can_not_be_read_is_refused(text):
 
 def test_no_link_is_plain_loopback():
     assert emulated_link.parse_link(None) is None
-    with emulated_link.reach(("127.0.0.1", 7720), None) as address:
+    with emulated_link.reach(("127.0.0.1", 7720), None) as (address, _):
         assert address == "127.0.0.1:7720"
 
 

@@ -35,13 +35,26 @@ ORDER = [
         "window",
     ),
     *("inbox", "link_meter", "publisher", "background"),
-    *("nstep", "atari", "minatar", "env", "streams", "networks", "policy", "dqn", "device_cache", "train_step"),
+    *("pacing", "row_ids", "probe"),
+    *(
+        "nstep",
+        "atari",
+        "minatar",
+        "env",
+        "streams",
+        "networks",
+        "policy",
+        "dqn",
+        "device_cache",
+        "train_step",
+        "scoring",
+    ),
     # what speaks for a part
-    *("buffer", "row_store", "site_client", "inserter", "session", "checkpoints", "evaluation"),
+    *("buffer", "row_store", "queue_sampler", "site_client", "inserter", "session", "checkpoints", "evaluation"),
     # the parts
-    *("actor", "gateway", "link", "learner"),
+    *("actor", "forwarder", "gateway", "link", "learner"),
 ]
-PARTS = {"actor", "gateway", "link", "learner"}
+PARTS = {"actor", "forwarder", "gateway", "link", "learner"}
 SITE_LIBRARIES = {"reverb", "tensorflow", "gymnasium", "ale_py", "cv2", "minatar"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

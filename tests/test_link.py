@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("reverb")
 
+from longhaul import buffer
 from longhaul.errors import DeadlineExceeded, MismatchError, Refused
 from longhaul.gateway import Gateway
 from longhaul.link import LinkClient
 from longhaul.relay import Relay
 from longhaul.site_client import SiteClient
-from longhaul.types import ExperienceSpec, Snapshot
+from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
 from tests.site import SPEC, CheckingLearner, Writer, eventually, linked, running, small_config
 
 
@@ -318,3 +319,27 @@ def test_a_taken_port_names_the_flags(site):
     c, gateway, _ = site
     with pytest.raises(Exception, match="--port"):
         Gateway(c, port=gateway.port).start()
+
+
+def test_a_transition_whose_rows_the_site_lacks_costs_itself_alone_and_is_counted():
+    with running(small_config()) as (gateway, site):
+        writer = Writer(site)
+        writer.write(100)
+        items = buffer.ItemWriter(site.description.replay_address, SPEC)  # a writer that breaks the rules
+        for i in range(10):
+            ids = tuple(range(50_000 + 10 * i, 50_004 + 10 * i))
+            items.write(NStepTransition(ids, ids, 0, -1.0, 0.9), 1, 1000.0)
+        assert items.flush(0, 10.0)
+        with linked(f"127.0.0.1:{gateway.port}", small_config()) as link:
+            learner = CheckingLearner(link, 2000)
+            for _ in range(30):
+                learner.step()
+            assert gateway.read_stats()["lost_samples"] > 0
+            lost = gateway.read_stats()["lost_samples"]
+            for _ in range(30):
+                learner.step()
+            # With priority 0 none of them is drawn again.
+            assert gateway.read_stats()["lost_samples"] <= lost + 16
+            assert min(learner.drawn) >= 0
+        items.close()
+        writer.close()

@@ -191,6 +191,32 @@ class RowsPart(_message.Message):
     data: bytes
     def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class RowsRequest(_message.Message):
+    __slots__ = ("run_id", "streams", "keep_rows", "pending", "places", "cells", "handed_over", "settled")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    streams: int
+    keep_rows: int
+    pending: int
+    places: bytes
+    cells: _containers.RepeatedScalarFieldContainer[bytes]
+    handed_over: int
+    settled: int
+    def __init__(self, run_id: _Optional[str] = ..., streams: _Optional[int] = ..., keep_rows: _Optional[int] = ..., pending: _Optional[int] = ..., places: _Optional[bytes] = ..., cells: _Optional[_Iterable[bytes]] = ..., handed_over: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+
+class RowsResponse(_message.Message):
+    __slots__ = ("stored",)
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    def __init__(self, stored: _Optional[int] = ...) -> None: ...
+
 class WeightsChunk(_message.Message):
     __slots__ = ("epoch", "version", "index", "count", "total_bytes", "crc32", "data")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

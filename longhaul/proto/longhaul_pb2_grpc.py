@@ -24,6 +24,11 @@ class GatewayStub(object):
                 request_serializer=longhaul_dot_proto_dot_longhaul__pb2.SampleRequest.SerializeToString,
                 response_deserializer=longhaul_dot_proto_dot_longhaul__pb2.SampleResponse.FromString,
                 )
+        self.PutRows = channel.stream_stream(
+                '/longhaul.v1.Gateway/PutRows',
+                request_serializer=longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.SerializeToString,
+                response_deserializer=longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.FromString,
+                )
         self.PublishWeights = channel.stream_unary(
                 '/longhaul.v1.Gateway/PublishWeights',
                 request_serializer=longhaul_dot_proto_dot_longhaul__pb2.WeightsChunk.SerializeToString,
@@ -58,6 +63,13 @@ class GatewayServicer(object):
 
     def Sample(self, request_iterator, context):
         """The learner's stream: credits and priorities up, batches down.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutRows(self, request_iterator, context):
+        """The rows of one actor, each before the transitions that refer to it; an answer says how many are stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +115,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=longhaul_dot_proto_dot_longhaul__pb2.SampleRequest.FromString,
                     response_serializer=longhaul_dot_proto_dot_longhaul__pb2.SampleResponse.SerializeToString,
+            ),
+            'PutRows': grpc.stream_stream_rpc_method_handler(
+                    servicer.PutRows,
+                    request_deserializer=longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.FromString,
+                    response_serializer=longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.SerializeToString,
             ),
             'PublishWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.PublishWeights,
@@ -165,6 +182,23 @@ class Gateway(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/longhaul.v1.Gateway/Sample',
             longhaul_dot_proto_dot_longhaul__pb2.SampleRequest.SerializeToString,
             longhaul_dot_proto_dot_longhaul__pb2.SampleResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PutRows(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/longhaul.v1.Gateway/PutRows',
+            longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.SerializeToString,
+            longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,0 +1,65 @@
+"""Draws for a site that forwards in order of arrival: everything once, oldest first, and kept until it has arrived.
+
+The table is a queue then (`buffer.ReplayServer` with order "arrival"): an item leaves it when it is drawn, and where
+more wait than the queue holds, the oldest is dropped.
+"""
+
+import threading
+
+from longhaul.buffer import ReplaySampler, ReplayServer
+from longhaul.errors import Stopped
+from longhaul.types import DrawnSamples
+
+_LOOK_S = 0.02
+_AHEAD = 64
+
+
+class QueueSampler:
+    """Draws whole batches in order of arrival; what is not confirmed is drawn again after a rollback.
+
+    One thread draws; the other methods may be called by others.
+
+    Args:
+      server: a queue.
+      batch: transitions per draw.
+    """
+
+    def __init__(self, server: ReplayServer, batch: int):
+        self._server = server
+        self._batch = batch
+        self._sampler = ReplaySampler(server, batch, ahead=_AHEAD)
+        self._kept: list[DrawnSamples] = []  # drawn and not confirmed, oldest first
+        self._next = 0  # place in it of the next draw
+        self._lock = threading.Lock()
+
+    def draw(self, stop: threading.Event) -> DrawnSamples:
+        """Returns the next batch, waiting until so many transitions are there.
+
+        Raises:
+          Stopped: the stop event was set meanwhile.
+          WorkerFailed: the replay server is gone.
+        """
+        with self._lock:
+            drawn = self._kept[self._next] if self._next < len(self._kept) else None
+        if drawn is None:
+            # A draw that waited for its last transitions could not be stopped without losing those it has.
+            while self._server.info()[0] < self._batch:
+                if stop.wait(_LOOK_S):
+                    raise Stopped("drawing from the queue was stopped")
+            drawn = self._sampler.draw(stop)
+        with self._lock:
+            if self._next == len(self._kept):
+                self._kept.append(drawn)
+            self._next += 1
+        return drawn
+
+    def confirm(self) -> None:
+        """Says that the oldest batch has arrived."""
+        with self._lock:
+            del self._kept[0]
+            self._next -= 1
+
+    def roll_back(self, arrived: int) -> None:
+        """Draws again all but the `arrived` oldest of the batches that are not confirmed."""
+        with self._lock:
+            self._next = arrived
