@@ -5,8 +5,8 @@
   python -m launchers.evaluate --config=configs/cartpole.py --gateway=127.0.0.1:7720 [--watch --workdir=runs/mine]
 
 Prints one JSON object on the last line. With --watch it follows the run's weights instead, evaluates the newest ones
-time after time, writes metrics/evaluator.jsonl and keeps the best weights so far as best_weights.bin; it also scores them
-on the transitions that actors hold out (config.actor.probe_share).
+time after time, writes metrics/evaluator.jsonl and keeps the best weights so far as best_weights.bin; there it also
+scores them on the transitions that actors hold out (config.actor.probe_share).
 """
 
 import json

@@ -76,6 +76,7 @@ class Relay:
       target: host and port behind the link.
       rtt_s: round-trip time, half in each direction.
       rate_bytes_per_s: of each direction; 0 is unlimited.
+      up_rate_bytes_per_s: of the way from clients to the target, where it is another.
       port: to listen on, on loopback; 0 takes any.
       idle_timeout_s: after which a connection that carries nothing is forgotten; 0 is never.
       queue_s: a router's buffer before each line, in seconds of its rate.
@@ -93,9 +94,11 @@ class Relay:
         port: int = 0,
         idle_timeout_s: float = 0.0,
         queue_s: float = QUEUE_S,
+        up_rate_bytes_per_s: float | None = None,
     ):
         self._target = target
-        self._up = _Line(rtt_s / 2, rate_bytes_per_s, queue_s)
+        up_rate = rate_bytes_per_s if up_rate_bytes_per_s is None else up_rate_bytes_per_s
+        self._up = _Line(rtt_s / 2, up_rate, queue_s)
         self._down = _Line(rtt_s / 2, rate_bytes_per_s, queue_s)
         self._idle_timeout_s = idle_timeout_s
         self.connections = 0
