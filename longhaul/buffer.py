@@ -13,11 +13,14 @@ that are ahead of a present learner are asked to wait by the gateway instead.
 
 import contextlib
 import ctypes
+import secrets
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,11 +124,20 @@ class ReplayServer:
       order: "priority": items are drawn by it, time after time; "arrival": a queue of replay.spool items, each drawn
         once, of which the oldest is dropped for one too many.
 
+      checkpoints: where checkpoints go; a temporary folder, made by the first of them, if None.
+
     Raises:
       ConfigError: the port is taken.
     """
 
-    def __init__(self, spec: ExperienceSpec, replay: Any, port: int = 0, order: str = "priority"):
+    def __init__(
+        self,
+        spec: ExperienceSpec,
+        replay: Any,
+        port: int = 0,
+        order: str = "priority",
+        checkpoints: Path | None = None,
+    ):
         self.spec = spec
         self.order = order
         queue = order == "arrival"
@@ -140,7 +152,10 @@ class ReplayServer:
         )
         _check_free(port)
         _keep_freed_memory()
-        self._server = reverb.Server([table], port=port or None)
+        # A folder that nothing was ever written to: Reverb would take up what it finds there, without its rows.
+        folder = Path(checkpoints or tempfile.gettempdir()) / f"replay-{secrets.token_hex(8)}"
+        checkpointer = reverb.platform.checkpointers_lib.DefaultCheckpointer(str(folder))
+        self._server = reverb.Server([table], port=port or None, checkpointer=checkpointer)
         self.port = int(self._server.port)
         self._client = reverb.Client(f"localhost:{self.port}")
 
@@ -163,7 +178,7 @@ class ReplayServer:
         raise WorkerFailed("the replay server has no table")
 
     def checkpoint(self) -> str:
-        """Writes the table to disk; returns the path."""
+        """Writes the table to disk; returns the folder. The rows that it refers to are not in it."""
         return self._client.checkpoint()
 
     def stop(self) -> None:

@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 
-from longhaul import buffer, row_store, session, snapshots
+from longhaul import buffer, row_store, session, snapshots, stream
 from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, spec_to_proto
 from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused
 from longhaul.proto import longhaul_pb2 as pb
@@ -26,7 +27,7 @@ from longhaul.proto import longhaul_pb2_grpc as rpc
 from longhaul.security import CheckToken, Credentials
 from longhaul.types import ExperienceSpec
 
-_MAX_CALLS = 256  # threads for calls; each watching actor and each learner holds one
+_MAX_CALLS = 1024  # threads for calls; each actor holds two, each learner and each evaluator one
 _TABLE_PERIOD_S = 0.1  # between looks at the table's figures
 _LEARNER_AWAY_S = 3.0  # a learner unheard for so long does not hold actors back
 _STATUS_OF = {
@@ -47,6 +48,7 @@ class Gateway:
       replay_port: Reverb's; 0 takes any.
       credentials: for TLS and tokens; None serves in the clear, whoever calls.
       order: what leaves for the learner, "priority" or "arrival"; see `buffer.ReplayServer`.
+      checkpoints: folder for checkpoints of the replay; a temporary one if None.
 
     Attributes:
       port: listened on, after `start`.
@@ -61,9 +63,11 @@ class Gateway:
         replay_port: int = 0,
         credentials: Credentials | None = None,
         order: str = "priority",
+        checkpoints: Path | None = None,
     ):
         self._replay = config.replay
         self._order = order
+        self._checkpoints = checkpoints
         self._host = host
         self._credentials = credentials
         self.port = port
@@ -152,7 +156,7 @@ class Gateway:
         with self._lock:
             if self._table is None:
                 self._rows = row_store.RowStore(self._replay.capacity, spec.row_bytes, spec.rows_per_item)
-                self._table = buffer.ReplayServer(spec, self._replay, self._replay_port, self._order)
+                self._table = buffer.ReplayServer(spec, self._replay, self._replay_port, self._order, self._checkpoints)
                 logging.info("replay for %s listens on port %d", spec, self._table.port)
                 if outside := buffer.outside_address(self._table.port):
                     logging.warning(
@@ -180,7 +184,7 @@ class Gateway:
             weights_version=weights.version if weights else 0,
         )
 
-    def open_stream(self, opened: pb.Open) -> tuple[session.Stream, pb.Opened]:
+    def open_stream(self, opened: pb.Open) -> tuple[stream.Stream, pb.Opened]:
         """Finds or makes the learner's session and attaches a stream to it.
 
         Raises:
@@ -203,9 +207,19 @@ class Gateway:
                     current.close()
                 current = session.Session(opened, table, rows, self._counters)
                 self._session = current
-            stream = current.attach(opened)
+            carrier = stream.Stream(current)
+            current.attach(opened, carrier)
             self._counters["streams"] += 1
-            return stream, pb.Opened(resumed=resumed, next_sequence=current.next_sequence, run_id=self.run_id)
+            return carrier, pb.Opened(resumed=resumed, next_sequence=current.next_sequence, run_id=self.run_id)
+
+    def checkpoint(self) -> Path:
+        """Writes the table and the rows that it refers to; returns the folder."""
+        table, rows = self._table, self._rows
+        assert table is not None and rows is not None
+        before = rows.snapshot()  # what is let go of while the table is being written may still be in it
+        folder = Path(table.checkpoint())
+        row_store.save_rows(folder / "rows.npz", before | rows.snapshot())
+        return folder
 
     def open_feed(self, first: pb.RowsRequest) -> row_store.RowFeed:
         """Begins to take an actor's rows.
@@ -294,17 +308,17 @@ class _Service(rpc.GatewayServicer):
             self._gateway._counters["corrupt_messages"] += 1
             self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "a Sample stream begins with Open")
         try:
-            stream, opened = self._gateway.open_stream(first.open)
+            carrier, opened = self._gateway.open_stream(first.open)
         except Exception as error:
             self._abort(context, error)
-        if not context.add_callback(stream.close):
-            stream.close()
+        if not context.add_callback(carrier.close):
+            carrier.close()
             return
-        threading.Thread(target=stream.receive, args=(requests,), name="receiver", daemon=True).start()
-        stream.start()
+        threading.Thread(target=carrier.receive, args=(requests,), name="receiver", daemon=True).start()
+        carrier.start()
         yield pb.SampleResponse(opened=opened)
         try:
-            yield from stream.messages()
+            yield from carrier.messages()
         except Exception as error:
             self._abort(context, error)
         if context.is_active():
@@ -352,11 +366,10 @@ class _Service(rpc.GatewayServicer):
                 yield from snapshots.to_chunks(snapshot)
 
     def Checkpoint(self, request: pb.CheckpointRequest, context: grpc.ServicerContext) -> pb.CheckpointResponse:
-        table = self._gateway._table
-        if table is None:
+        if self._gateway._table is None:
             self._refuse(context, grpc.StatusCode.UNAVAILABLE, "there is no replay yet")
         try:
-            return pb.CheckpointResponse(path=table.checkpoint())
+            return pb.CheckpointResponse(path=str(self._gateway.checkpoint()))
         except Exception as error:
             self._abort(context, error)
 

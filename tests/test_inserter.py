@@ -1,5 +1,6 @@
 """The actors' way in, with a real gateway and a real Reverb: rows first, nothing lost unnoticed, nothing blocked."""
 
+import shutil
 import threading
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("reverb")
 
-from longhaul import buffer, codec
+from longhaul import buffer, codec, row_store
 from longhaul.errors import LonghaulError, Refused
 from longhaul.inserter import Inserter
 from longhaul.site_client import SiteClient
@@ -180,3 +181,19 @@ def test_rows_that_can_not_be_are_refused_counted_and_harm_nobody_else():
         assert gateway._table.info()[1] == 49
         bad.close()
         other_site.close()
+
+
+def test_a_checkpoint_holds_the_table_and_every_row_it_refers_to():
+    with running(small_config(capacity=50)) as (gateway, site):
+        writer = _inserter(site)
+        writer.add_row(0, 0, _row(VECTOR, 0))
+        for i in range(1, 200):
+            assert _step(writer, VECTOR, i)
+        writer.close()
+        folder = gateway.checkpoint()
+        rows = row_store.load_rows(folder / "rows.npz")
+        assert set(range(149, 200)) <= set(rows)
+        cells = [rows[i] for i in range(149, 200)]
+        assert codec.unpack_cells(cells, 12) == b"".join(_row(VECTOR, i).tobytes() for i in range(149, 200))
+        assert [path for path in folder.iterdir() if path.name != "rows.npz"]  # Reverb's own
+        shutil.rmtree(folder.parent)

@@ -50,7 +50,17 @@ ORDER = [
         "scoring",
     ),
     # what speaks for a part
-    *("buffer", "row_store", "queue_sampler", "site_client", "inserter", "session", "checkpoints", "evaluation"),
+    *(
+        "buffer",
+        "row_store",
+        "queue_sampler",
+        "site_client",
+        "inserter",
+        "session",
+        "stream",
+        "checkpoints",
+        "evaluation",
+    ),
     # the parts
     *("actor", "forwarder", "gateway", "link", "learner"),
 ]

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from longhaul import codec
+from longhaul import codec, row_store
 from longhaul.errors import Corruption
 from longhaul.row_store import RowStore
 
@@ -120,3 +120,14 @@ def test_what_is_no_row_is_refused_with_all_that_came_along(places, cells, settl
 def test_figures_that_can_not_be_are_refused(streams, keep_rows, pending):
     with pytest.raises(Corruption):
         RowStore(10, ROW_BYTES, 2).open(streams, keep_rows, pending)
+
+
+def test_saved_rows_come_back_and_another_file_is_refused(tmp_path):
+    rows = {7: _cell(7), 2**62: _cell(2**62, bytes(range(3)))}
+    row_store.save_rows(tmp_path / "rows.npz", rows)
+    assert row_store.load_rows(tmp_path / "rows.npz") == rows
+    row_store.save_rows(tmp_path / "none.npz", {})
+    assert row_store.load_rows(tmp_path / "none.npz") == {}
+    (tmp_path / "other.npz").write_bytes(b"no rows")
+    with pytest.raises(Corruption, match=r"other\.npz"):
+        row_store.load_rows(tmp_path / "other.npz")

@@ -1,0 +1,160 @@
+"""The gateway's end of one Sample stream: credits and priorities come in, batches go out.
+
+A drawer and a packer thread fill a short queue, gRPC's handler empties it; a slow reader holds them back instead of
+filling memory. What must outlive a cut belongs to the session (session.py).
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from longhaul.errors import Corruption, LonghaulError, Refused, Stopped
+from longhaul.proto import longhaul_pb2 as pb
+from longhaul.session import Session
+from longhaul.types import DrawnSamples
+
+_QUEUED_MESSAGES = 8
+
+
+class Stream:
+    """One gRPC stream of a session: a drawer and a packer fill a short queue, the handler empties it.
+
+    Attributes:
+      closed: set when either end is done with it.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self.closed = threading.Event()
+        self._messages: queue.Queue[pb.SampleResponse] = queue.Queue(_QUEUED_MESSAGES)
+        self._error: Exception | None = None
+        # From drawer to packer: a draw, and when its credit was there.
+        self._drawn: queue.Queue[tuple[DrawnSamples, float, float]] = queue.Queue(1)
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (("drawer", self._draw), ("packer", self._pack))
+        ]
+
+    def start(self) -> None:
+        """Begins to draw."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the stream from any thread; returns at once."""
+        self.closed.set()
+        self._session.wake()
+
+    def join(self) -> None:
+        """Waits until nothing is drawn any more, so that the session's state is still.
+
+        Raises:
+          LonghaulError: a thread did not end in time.
+        """
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(30.0)
+                if thread.is_alive():
+                    raise LonghaulError("the stream before this one does not end")
+
+    def receive(self, requests: Iterator[pb.SampleRequest]) -> None:
+        """Applies what the learner sends until it ends; runs in a thread of its own."""
+        session = self._session
+        try:
+            for request in requests:
+                session.heard_time_s = time.monotonic()
+                kind = request.WhichOneof("kind")
+                if kind == "ack":
+                    session.apply_ack(request.ack)
+                elif kind == "ping":
+                    pong = pb.Pong(id=request.ping.id, acked_sequence=session.acked_sequence)
+                    self._put(pb.SampleResponse(pong=pong))
+                else:
+                    raise Corruption(f"a stream carries acks and pings after its first message, not {kind!r}")
+        except Stopped:
+            pass
+        except Corruption as error:
+            session._counters["corrupt_messages"] += 1
+            self._fail(Refused(str(error)))
+        except Exception as error:
+            # gRPC ends the iterator with an error of its own when the stream is cut.
+            if not self.closed.is_set():
+                logging.debug("the learner's stream ended: %s", error)
+        finally:
+            self.close()
+
+    def messages(self) -> Iterator[pb.SampleResponse]:
+        """Yields what is to be sent, until the stream is closed; raises what went wrong at this end."""
+        while not self.closed.is_set():
+            try:
+                message = self._messages.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            try:
+                self._session.budget.take(message.ByteSize(), self.closed)
+            except Stopped:
+                break
+            yield message
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, message: pb.SampleResponse) -> None:
+        self._offer(self._messages, message)
+
+    def _offer(self, where: "queue.Queue[Any]", what: Any) -> None:
+        """Puts something into a queue, waiting for room.
+
+        Raises:
+          Stopped: the stream was closed meanwhile.
+        """
+        while not self.closed.is_set():
+            try:
+                return where.put(what, timeout=0.2)
+            except queue.Full:
+                continue
+        raise Stopped("the stream was closed")
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self.close()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Stopped:
+            pass
+        except Exception as error:
+            self._fail(error)
+
+    def _draw(self) -> None:
+        """Draws a batch for every credit; Reverb's own threads do the work, while the packer has Python."""
+        session = self._session
+        while True:
+            asked_s = time.monotonic()
+            session.wait_credit(self.closed)
+            began_s = time.monotonic()
+            session.note_wait(began_s - asked_s, began_s)
+            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s, began_s - asked_s))
+
+    def _pack(self) -> None:
+        """Makes messages of what was drawn."""
+        session = self._session
+        while not self.closed.is_set():
+            try:
+                drawn, began_s, waited_s = self._drawn.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            made = session.make_batch(drawn)
+            if made is None:
+                continue
+            message, rows = made
+            message.service_s = time.monotonic() - began_s
+            message.credit_wait_s = waited_s
+            self._put(pb.SampleResponse(batch=message))
+            size = session.part_bytes
+            for offset in range(size, len(rows), size):
+                part = pb.RowsPart(sequence=message.sequence, offset=offset, data=rows[offset : offset + size])
+                self._put(pb.SampleResponse(part=part))
