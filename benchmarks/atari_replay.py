@@ -50,17 +50,17 @@ def play(game: str, steps: int, seed: int) -> Iterator[tuple[np.ndarray, int, fl
 class OurReplay:
     """Inserts transitions through longhaul's writer."""
 
-    def __init__(self, address: str, stop: threading.Event):
+    def __init__(self, address: str, stop: threading.Event, credentials: Any = None):
         from longhaul import channel
         from longhaul.inserter import Inserter
         from longhaul.proto import longhaul_pb2 as pb
         from longhaul.proto import longhaul_pb2_grpc as rpc
         from longhaul.site_client import SiteClient
 
-        site = SiteClient(address, "actor", stop)
+        site = SiteClient(address, "actor", stop, credentials)
         site.announce(SPEC)
         self._writer = Inserter(site, SPEC, len(GAMES), STACK + N_STEP + 1, 1024, 30.0)
-        self._stub = rpc.GatewayStub(channel.open_channel(address))
+        self._stub = rpc.GatewayStub(channel.open_channel(address, credentials))
         self._request = pb.HealthRequest()
 
     def samples(self) -> int:

@@ -49,11 +49,18 @@ def serve(arguments: argparse.Namespace) -> None:
     from longhaul.gateway import Gateway
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    gateway = Gateway(make_config(arguments.capacity), arguments.host, arguments.port, arguments.replay_port)
+    gateway = Gateway(
+        make_config(arguments.capacity),
+        arguments.host,
+        arguments.port,
+        arguments.replay_port,
+        _credentials(arguments, "gateway"),
+    )
     gateway.start()
     stock = stock_server(arguments.capacity, gateway.port + 1)
     command = [sys.executable, "-m", "benchmarks.link", "feed", f"--address=127.0.0.1:{gateway.port}"]
     command += [f"--transitions={arguments.transitions}", f"--replay_ratio={arguments.replay_ratio}"]
+    command += [f"--credentials={arguments.credentials}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as feeder:
         try:
             assert feeder.stdout is not None
@@ -68,6 +75,12 @@ def serve(arguments: argparse.Namespace) -> None:
             stock.stop()
 
 
+def _credentials(arguments: argparse.Namespace, role: str) -> Any:
+    from longhaul import security
+
+    return security.load(arguments.credentials, role) if arguments.credentials else None
+
+
 def _next_port(address: str) -> str:
     host, port = address.rsplit(":", 1)
     return f"{host}:{int(port) + 1}"
@@ -75,7 +88,10 @@ def _next_port(address: str) -> str:
 
 def feed(arguments: argparse.Namespace) -> None:
     stop = threading.Event()
-    replays = [OurReplay(arguments.address, stop), StockReplay(_next_port(arguments.address))]
+    replays = [
+        OurReplay(arguments.address, stop, _credentials(arguments, "actor")),
+        StockReplay(_next_port(arguments.address)),
+    ]
     feeder = Feeder(replays, arguments.transitions, stop)
     feeder.insert(arguments.transitions)
     print("ready", flush=True)
@@ -126,6 +142,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
         make_config(1000),
         secrets.randbits(60),
         stop,
+        credentials=_credentials(arguments, "learner"),
         budget_bytes_per_s=arguments.link_budget,
     )
     description = link.describe(60.0)
@@ -137,11 +154,12 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     samples = 0
     ages: dict[str, list[float]] = {"batch": [], "priority": []}
     waited_s = 0.0
-    marks: dict[str, tuple[float, int, int]] = {}
+    inserts = 0.0
+    marks: dict[str, tuple[float, int, int, float]] = {}
     received = _Received(ports)
 
     def mark(name: str) -> None:
-        marks[name] = (time.monotonic(), samples, tcp.received_from(ports))
+        marks[name] = (time.monotonic(), samples, tcp.received_from(ports), inserts)
 
     mark("start")
     link.open(rows, BATCH, 1, int(time.time() * 1000))
@@ -162,6 +180,7 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
             ages["batch"].append(batch.stats["draw_age_s"] + time.monotonic() - batch.received_time_s)
             ages["priority"].append(batch.stats["priority_age_s"])
         samples += BATCH
+        inserts = batch.stats["inserts"]
         if arguments.samples_per_s:
             # Stands for training: the learner is busy until it would be through with this batch.
             due_s = max(due_s + BATCH / arguments.samples_per_s, time.monotonic())
@@ -179,12 +198,13 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     cache.array.block_until_ready()
     link.close()
 
-    def between(a: str, b: str, what: int) -> float:
+    def between(a: str, b: str, what: int) -> float:  # what: 0 seconds, 1 samples, 2 bytes, 3 inserts
         return marks[b][what] - marks[a][what]
 
     return {
         "client": "longhaul",
         "samples_per_s": between("warm", "end", 1) / between("warm", "end", 0),
+        "inserts_per_s": between("warm", "end", 3) / between("warm", "end", 0),
         "bytes_per_sample": between("warm", "end", 2) / max(1, between("warm", "end", 1)),
         "cold_bytes_per_sample": between("start", "cold", 2) / max(1, between("start", "cold", 1)),
         "cold_samples": between("start", "cold", 1),
@@ -339,6 +359,8 @@ def main() -> None:
     for command in (client, both):
         command.add_argument("--seconds", type=float, default=20.0)
         command.add_argument("--warmup_s", type=float, default=15.0)
+    for command in (site, feeder, client):
+        command.add_argument("--credentials", default="", help="folder of launchers.certs: TLS and tokens")
     for command in (site, feeder, both):
         command.add_argument("--transitions", type=int, default=20_000)
         command.add_argument("--replay_ratio", type=float, default=8.0)
