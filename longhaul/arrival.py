@@ -62,6 +62,9 @@ def unpack_batch(message: pb.Batch, rows_wire: bytes, spec: ExperienceSpec, open
     limit = 2 * spec.stack * count * spec.row_bytes
     raw = codec.decompress(rows_wire, message.rows_bytes, limit, f"rows of {name}") if message.rows_bytes else b""
     rows = np.frombuffer(raw, spec.row_dtype).reshape(len(new_slots), *spec.row_shape)
+    marked = np.unpackbits(np.frombuffer(message.first_crossings, np.uint8)).astype(np.bool_)
+    if marked.size and marked.size != (count + 7) // 8 * 8:
+        raise Corruption(f"{name}: {marked.size} marks for {count} transitions")
     return Batch(
         sequence=message.sequence,
         slots=columns.slots.reshape(*shape, 2 * spec.stack),
@@ -83,4 +86,5 @@ def unpack_batch(message: pb.Batch, rows_wire: bytes, spec: ExperienceSpec, open
             "draw_age_s": message.draw_age_s + rtt_s / 2,
             "priority_age_s": message.priority_age_s,
         },
+        first_crossings=marked[:count].reshape(shape) if marked.size else marked,
     )

@@ -140,6 +140,7 @@ class ReplayServer:
     ):
         self.spec = spec
         self.order = order
+        self.capacity = int(replay.capacity)
         queue = order == "arrival"
         table = reverb.Table(
             TABLE,

@@ -234,7 +234,8 @@ class Learner:
         Raises:
           Refused, DeadlineExceeded, MismatchError, Corruption, WorkerFailed: training can't go on; it is saved.
         """
-        self._link.open(self._shape.cache_rows, self._shape.batch_size, self._shape.minibatches, self._epoch)
+        shape, mark_first = self._shape, self._arrivals is not None
+        self._link.open(shape.cache_rows, shape.batch_size, shape.minibatches, self._epoch, mark_first)
         try:
             self._publisher.submit(self._state.params)
             self._loop()

@@ -121,8 +121,11 @@ class LinkClient:
                     said = str(outage)
                 backoff.wait(outage)
 
-    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int) -> None:
-        """Starts the stream; batches of [minibatches, batch_size] transitions come from now on."""
+    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
+        """Starts the stream; batches of [minibatches, batch_size] transitions come from now on.
+
+        With `mark_first` each says which of its transitions have not crossed before (Batch.first_crossings).
+        """
         assert self._description is not None, "describe first"
         self._open = pb.Open(
             learner_id=self._learner_id,
@@ -133,6 +136,7 @@ class LinkClient:
             run_id=self._description.run_id,
             row_level=self._config.row_level,
             budget_bytes_per_s=self._budget.bytes_per_s,
+            mark_first=mark_first,
         )
         self.meter.set_batch_size(batch_size)
         for thread in self._threads:

@@ -59,6 +59,13 @@ class QueueSampler:
             del self._kept[0]
             self._next -= 1
 
+    def give_up(self, drawn: DrawnSamples) -> None:
+        """Takes a batch out that was drawn and will not be sent."""
+        with self._lock:
+            place = next(i for i, kept in enumerate(self._kept) if kept is drawn)
+            del self._kept[place]
+            self._next -= place < self._next
+
     def roll_back(self, arrived: int) -> None:
         """Draws again all but the `arrived` oldest of the batches that are not confirmed."""
         with self._lock:

@@ -19,6 +19,7 @@ from longhaul import codec
 from longhaul.budget import Budget
 from longhaul.buffer import ReplaySampler, ReplayServer
 from longhaul.channel import PART_BYTES
+from longhaul.crossings import Crossings
 from longhaul.errors import ConfigError, Stopped
 from longhaul.mirror import Mirror
 from longhaul.proto import longhaul_pb2 as pb
@@ -52,6 +53,7 @@ class _InFlight:
     def __init__(self, drawn: DrawnSamples):
         self.wire_bytes = 0
         self.keys = drawn.keys
+        self.first = np.zeros(len(drawn.keys), np.bool_)
         self.drawn_time_s = drawn.drawn_time_s
 
 
@@ -83,6 +85,7 @@ class Session:
         self._queue = QueueSampler(server, self.count) if server.order == "arrival" else None
         self.sampler = self._queue or ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
         self._mirror = Mirror(opened.cache_rows)
+        self._crossings = Crossings(2 * server.capacity) if opened.mark_first else None
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
         self._reserved = 0  # credits taken for batches that are being drawn
@@ -125,7 +128,9 @@ class Session:
         with self._lock:
             lost = [s for s in self._in_flight if s > opened.last_sequence]
             for sequence in lost:
-                del self._in_flight[sequence]
+                batch = self._in_flight.pop(sequence)
+                if self._crossings is not None:
+                    self._crossings.undo(batch.keys[batch.first])
             self._counters["rolled_back_batches"] += len(lost)
             self._mirror.roll_back(opened.last_sequence)
             if self._queue is not None:
@@ -225,6 +230,8 @@ class Session:
                 self._mirror.roll_back(sequence - 1)
                 sound = self._sound_samples(drawn)
                 if sound is None:
+                    if self._queue is not None:
+                        self._queue.give_up(drawn)
                     self._reserved -= 1
                     self._lock.notify_all()
                     return None
@@ -234,6 +241,8 @@ class Session:
             self._next_sequence += 1
             self._reserved -= 1
             self._in_flight[sequence] = in_flight = _InFlight(drawn)
+            if self._crossings is not None:
+                in_flight.first = self._crossings.mark(drawn.keys)
         new_rows = codec.unpack_cells(cells, self._spec.row_bytes)
         rows = self._row_level.compress(new_rows) if new_rows else b""
         # A queue has no probabilities: there the column carries the priorities that the actors gave.
@@ -258,6 +267,7 @@ class Session:
             policy_version=float(drawn.policy_versions.mean()),
             mean_priority=float(drawn.priorities.mean()),
             priority_age_s=self.priority_age_s,
+            first_crossings=b"" if self._crossings is None else np.packbits(in_flight.first).tobytes(),
         )
         self._audit(message, drawn, placement.slots)
         message.draw_age_s = time.monotonic() - drawn.drawn_time_s

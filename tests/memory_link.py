@@ -67,7 +67,7 @@ class MemoryLink:
         # What the learner's cache must hold.
         self.rows = np.zeros((filled, *spec.row_shape), spec.row_dtype)
 
-    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int) -> None:
+    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
         assert self.opened is None and cache_rows >= self._filled
         self.opened = Opened(cache_rows, batch_size, minibatches, epoch)
 

@@ -31,6 +31,7 @@ ORDER = [
         "snapshots",
         "arrival",
         "mirror",
+        "crossings",
         "row_level",
         "window",
     ),

@@ -66,7 +66,7 @@ class SampleRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("learner_id", "epoch", "cache_rows", "batch_size", "minibatches", "window", "last_sequence", "run_id", "row_level", "budget_bytes_per_s")
+    __slots__ = ("learner_id", "epoch", "cache_rows", "batch_size", "minibatches", "window", "last_sequence", "run_id", "row_level", "budget_bytes_per_s", "mark_first")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CACHE_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Open(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ROW_LEVEL_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIRST_FIELD_NUMBER: _ClassVar[int]
     learner_id: int
     epoch: int
     cache_rows: int
@@ -87,7 +88,8 @@ class Open(_message.Message):
     run_id: str
     row_level: int
     budget_bytes_per_s: float
-    def __init__(self, learner_id: _Optional[int] = ..., epoch: _Optional[int] = ..., cache_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., minibatches: _Optional[int] = ..., window: _Optional[int] = ..., last_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., row_level: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ...) -> None: ...
+    mark_first: bool
+    def __init__(self, learner_id: _Optional[int] = ..., epoch: _Optional[int] = ..., cache_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., minibatches: _Optional[int] = ..., window: _Optional[int] = ..., last_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., row_level: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., mark_first: bool = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("sequence", "priorities", "width", "window")
@@ -138,7 +140,7 @@ class Pong(_message.Message):
     def __init__(self, id: _Optional[int] = ..., acked_sequence: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("sequence", "count", "columns", "columns_bytes", "table_size", "new_slots", "rows_bytes", "rows_wire_bytes", "rows", "draw_age_s", "acked_sequence", "inserts", "samples", "policy_version", "mean_priority", "audit_slots", "audit_crc32", "credit_wait_s", "service_s", "priority_age_s")
+    __slots__ = ("sequence", "count", "columns", "columns_bytes", "table_size", "new_slots", "rows_bytes", "rows_wire_bytes", "rows", "draw_age_s", "acked_sequence", "inserts", "samples", "policy_version", "mean_priority", "audit_slots", "audit_crc32", "credit_wait_s", "service_s", "first_crossings", "priority_age_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,7 @@ class Batch(_message.Message):
     AUDIT_CRC32_FIELD_NUMBER: _ClassVar[int]
     CREDIT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CROSSINGS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_AGE_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     count: int
@@ -178,8 +181,9 @@ class Batch(_message.Message):
     audit_crc32: int
     credit_wait_s: float
     service_s: float
+    first_crossings: bytes
     priority_age_s: float
-    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., columns: _Optional[bytes] = ..., columns_bytes: _Optional[int] = ..., table_size: _Optional[int] = ..., new_slots: _Optional[bytes] = ..., rows_bytes: _Optional[int] = ..., rows_wire_bytes: _Optional[int] = ..., rows: _Optional[bytes] = ..., draw_age_s: _Optional[float] = ..., acked_sequence: _Optional[int] = ..., inserts: _Optional[int] = ..., samples: _Optional[int] = ..., policy_version: _Optional[float] = ..., mean_priority: _Optional[float] = ..., audit_slots: _Optional[bytes] = ..., audit_crc32: _Optional[int] = ..., credit_wait_s: _Optional[float] = ..., service_s: _Optional[float] = ..., priority_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., count: _Optional[int] = ..., columns: _Optional[bytes] = ..., columns_bytes: _Optional[int] = ..., table_size: _Optional[int] = ..., new_slots: _Optional[bytes] = ..., rows_bytes: _Optional[int] = ..., rows_wire_bytes: _Optional[int] = ..., rows: _Optional[bytes] = ..., draw_age_s: _Optional[float] = ..., acked_sequence: _Optional[int] = ..., inserts: _Optional[int] = ..., samples: _Optional[int] = ..., policy_version: _Optional[float] = ..., mean_priority: _Optional[float] = ..., audit_slots: _Optional[bytes] = ..., audit_crc32: _Optional[int] = ..., credit_wait_s: _Optional[float] = ..., service_s: _Optional[float] = ..., first_crossings: _Optional[bytes] = ..., priority_age_s: _Optional[float] = ...) -> None: ...
 
 class RowsPart(_message.Message):
     __slots__ = ("sequence", "offset", "data")
