@@ -149,7 +149,12 @@ def _mean(lines: Lines, figure: _Figure, begin_s: float, end_s: float) -> float:
 def _at(lines: Lines, field: str, time_s: float) -> float:
     """Returns a growing count at a time, between its lines; 0 without any."""
     points = [(line["time_s"], line[field]) for line in lines if line.get(field) is not None]
-    return float(np.interp(time_s, *zip(*points))) if points else 0.0
+    return _interpolate(np.array([time_s]), points).item() if points else 0.0
+
+
+def _interpolate(x: np.ndarray, points: Sequence[tuple[float, float]]) -> np.ndarray:
+    known = np.array(points, np.float64)
+    return np.interp(x, known[:, 0], known[:, 1])
 
 
 def _grown(lines: Lines, field: str, begin_s: float, end_s: float) -> float:
@@ -228,7 +233,7 @@ def return_by_bytes(pair: Pair, points: int = 10) -> np.ndarray:
         sides.append(known or [(0.0, math.nan)])
     largest = min(side[-1][0] for side in sides)
     grid = largest * (np.arange(points) + 1) / points
-    existing, proposed = (np.interp(grid, *zip(*side)) for side in sides)
+    existing, proposed = (_interpolate(grid, side) for side in sides)
     return proposed - existing
 
 
@@ -285,7 +290,7 @@ def _judge(claim: str, found: Interval, needed: float, at_least: bool) -> Verdic
 
 def _statement(holds: bool, found: Interval, needed: str, limit: float) -> str:
     text = f"{'holds' if holds else 'does not hold'}: {number(found.mean)} ({span(found)}), needed {needed}"
-    if found.low < limit < found.high:
+    if math.isfinite(found.half) and found.low < limit < found.high:
         text += "; the interval reaches to both sides of it"
     return text
 

@@ -216,6 +216,25 @@ def _curve(axes: Any, runs: list[dict[str, list[float | None]]], x: str, y: str,
     axes.fill_between(grid, lines.min(axis=0), lines.max(axis=0), color=_COLOURS[side], alpha=0.2, linewidth=0)
 
 
+def statistics(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Returns every figure's mean, and half of its 95% interval, of both sides and of their ratio, as plain JSON."""
+
+    def plain(found: Interval) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in found._asdict().items()}
+
+    return {
+        "seeds": len(pairs),
+        **{
+            window: {
+                name: {side: plain(interval(values(pairs, side, window, name))) for side in _COLOURS}
+                | {"ratio": plain(figure_ratio(pairs, window, name))}
+                for name in FIGURES
+            }
+            for window in ("all", "last")
+        },
+    }
+
+
 def lines(measured: dict[tuple[str, str], list[Pair]]) -> list[str]:
     """Returns the report in short, for the terminal."""
     found = []
