@@ -15,11 +15,13 @@ GAMES = ("Breakout", "Pong", "SpaceInvaders", "Seaquest")
 STACK, N_STEP, GAMMA, BATCH = 4, 3, 0.99, 512
 SPEC = ExperienceSpec("ALE", (84, 84), "uint8", STACK, 18, N_STEP, GAMMA)
 STOCK_TABLE = "stock"
+_INSERTS_AT_ONCE = 500  # before the counts are looked at again
 
 
-def make_config(capacity: int) -> Any:
+def make_config(capacity: int, replay_ratio: float = 0.0) -> Any:
+    """Returns a configuration; with a replay ratio, a site that is behind with its inserts holds the draws back."""
     config = config_lib.default()
-    config.replay.update({"capacity": capacity, "min_size": 1000, "samples_per_insert": 0.0})
+    config.replay.update({"capacity": capacity, "min_size": 1000, "samples_per_insert": replay_ratio})
     config.env.stack = STACK
     config.agent.n_step = N_STEP
     return config
@@ -172,12 +174,16 @@ class Feeder:
         """Inserts one transition per `ratio` samples drawn, into the replay they were drawn from."""
         before = [replay.samples() for replay in self._replays]
         inserted = [0 for _ in self._replays]
-        while not self._stop.wait(0.1):
+        behind = False
+        while not self._stop.wait(0.0 if behind else 0.05):
+            behind = False
             for i, replay in enumerate(self._replays):
-                due = min(500, int((replay.samples() - before[i]) / ratio) - inserted[i])
+                due = max(0, int((replay.samples() - before[i]) / ratio) - inserted[i])
+                behind = behind or due > _INSERTS_AT_ONCE
+                due = min(_INSERTS_AT_ONCE, due)
                 for _ in range(due):
                     next(self._sources[i])
-                inserted[i] += max(0, due)
+                inserted[i] += due
 
 
 def stock_server(capacity: int, port: int) -> Any:

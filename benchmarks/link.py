@@ -50,7 +50,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     gateway = Gateway(
-        make_config(arguments.capacity),
+        make_config(arguments.capacity, arguments.replay_ratio),
         arguments.host,
         arguments.port,
         arguments.replay_port,
@@ -287,7 +287,7 @@ def pull_reverb(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both clients through the relay, one after the other, from one buffer node."""
     command = [sys.executable, "-m", "benchmarks.link", "serve", "--host=127.0.0.1", "--port=0"]
-    command += [f"--transitions={arguments.transitions}"]
+    command += [f"--transitions={arguments.transitions}", f"--replay_ratio={arguments.replay_ratio}"]
     results: dict[str, Any] = {"rtt_ms": arguments.rtt_ms, "rate_mbit": arguments.rate_mbit}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as site:
         try:
