@@ -154,6 +154,8 @@ class LinkClient:
         if batch is None:
             batch = self._inbox.take(timeout_s)
             self.window.starved(time.monotonic() - start_s)
+        else:
+            self.window.taken(start_s - batch.received_time_s)
         if self._failure is not None:
             raise self._failure
         if self._stop.is_set():
@@ -360,7 +362,11 @@ class LinkClient:
     def _send_ack(self, sequence: int, packed: bytes) -> None:
         if self._requests is not None:
             ack = pb.Ack(
-                sequence=sequence, priorities=packed, width=self._config.priority_bytes, window=self.window.size
+                sequence=sequence,
+                priorities=packed,
+                width=self._config.priority_bytes,
+                window=self.window.size,
+                hold_s=self.window.hold_s,
             )
             self._requests.put(pb.SampleRequest(ack=ack))
 

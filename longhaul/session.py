@@ -27,6 +27,7 @@ from longhaul.queue_sampler import QueueSampler
 from longhaul.row_level import RowLevel
 from longhaul.row_store import RowStore
 from longhaul.types import DrawnSamples
+from longhaul.window import LARGEST_HOLD_S
 
 MAX_WINDOW = 1024
 MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
@@ -91,6 +92,8 @@ class Session:
         self._reserved = 0  # credits taken for batches that are being drawn
         self._next_sequence = opened.last_sequence + 1
         self._window = 1
+        self._hold_s = 0.0
+        self._acked_time_s = 0.0
         self._row_level = RowLevel(0)
         self.budget = Budget(0.0)
         self._next_audit_s = time.monotonic() + _AUDIT_PERIOD_S
@@ -175,6 +178,8 @@ class Session:
         """
         with self._lock:
             self._set_window(ack.window)
+            self._hold_s = min(max(0.0, ack.hold_s), LARGEST_HOLD_S)  # NaN makes 0
+            self._acked_time_s = time.monotonic()
             batch = self._in_flight.get(ack.sequence)
         if batch is None:
             return
@@ -195,8 +200,11 @@ class Session:
             self._counters["refused_priorities"] += refused
         self._server.update_priorities(batch.keys[good], np.minimum(priorities[good], _MAX_PRIORITY))
 
-    def wait_credit(self, closed: threading.Event) -> None:
-        """Waits until one more batch may be in flight, and takes that place for the next `make_batch`.
+    def wait_credit(self, closed: threading.Event) -> float:
+        """Waits until one more batch may be in flight and is due, and takes that place for the next `make_batch`.
+
+        Returns:
+          Seconds that the credit was there and the draw was held back, as its Ack asked.
 
         Raises:
           Stopped: the stream was closed meanwhile.
@@ -204,9 +212,11 @@ class Session:
         with self._lock:
             while len(self._in_flight) + self._reserved >= self._window and not closed.is_set():
                 self._lock.wait(0.2)
-            if closed.is_set():
-                raise Stopped("the stream was closed")
             self._reserved += 1
+            held_s = max(0.0, self._acked_time_s + self._hold_s - time.monotonic())
+        if closed.wait(held_s):
+            raise Stopped("the stream was closed")
+        return held_s
 
     def note_wait(self, waited_s: float, now_s: float) -> None:
         """Notes how long a batch had to wait for its credit."""

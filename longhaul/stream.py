@@ -134,10 +134,11 @@ class Stream:
         session = self._session
         while True:
             asked_s = time.monotonic()
-            session.wait_credit(self.closed)
+            held_s = session.wait_credit(self.closed)
             began_s = time.monotonic()
-            session.note_wait(began_s - asked_s, began_s)
-            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s, began_s - asked_s))
+            waited_s = began_s - asked_s - held_s
+            session.note_wait(waited_s, began_s)
+            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s, waited_s))
 
     def _pack(self) -> None:
         """Makes messages of what was drawn."""

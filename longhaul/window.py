@@ -7,6 +7,10 @@ faster, only drawn earlier, on older priorities.
 T is known in parts only: the round trip and both ends' work are measured, what waits in their queues is not. So where
 both ends wait for each other, the learner for batches and the gateway for credits, the window is tried one larger, and
 kept so if more gets through; where either end has no time to wait, it shrinks back to what is measured.
+
+A window is a whole number, the link is not: batches that the rounding brings too early would wait at the learner,
+growing old. So each credit tells the gateway how long to hold the next draw back, just so long that batches still
+arrive a little before they are needed.
 """
 
 import math
@@ -14,11 +18,15 @@ import threading
 import time
 from collections import deque
 
+LARGEST_HOLD_S = 1.0
 _HORIZON_S = 3.0  # rates are over the last seconds
 _FIRST = 2
 _WAITING_SHARE = 0.05  # of the time: an end that waits more could do more
 _GAIN = 1.02  # a larger window must let this much more through to be kept
 _REST_RETUNES = 10  # after a try that did not help
+_HOLD_STEP = 0.5  # of the time that all batches of a period had to spare
+_LEAST_SPARE_S = 0.004  # kept for jitter
+_SPARE_SHARE = 0.15  # likewise, of the time between batches
 
 
 class Window:
@@ -26,6 +34,10 @@ class Window:
 
     Args:
       largest: cap, in batches.
+
+    Attributes:
+      size: of the window, in batches.
+      hold_s: how long the gateway should wait from a credit to its draw.
     """
 
     def __init__(self, largest: int):
@@ -41,6 +53,8 @@ class Window:
         self._extra = 0  # beyond what is measured
         self._rate_before_try = 0.0
         self._rest = 0
+        self._least_spare_s = math.inf  # since `retune`
+        self.hold_s = 0.0
         self.size = min(_FIRST, largest)
 
     def consumed(self, now_s: float) -> None:
@@ -61,11 +75,17 @@ class Window:
             self._service_s.append(service_s)
             self._gateway_waited_s += credit_wait_s
 
+    def taken(self, spare_s: float) -> None:
+        """Notes how long a batch had been there when the learner came for it."""
+        with self._lock:
+            self._least_spare_s = min(self._least_spare_s, spare_s)
+
     def starved(self, waited_s: float) -> None:
         """Notes that the learner had to wait for a batch."""
         with self._lock:
             self._waited_s += waited_s
             self._learner_waited_s += waited_s
+            self._least_spare_s = min(self._least_spare_s, -waited_s)
 
     def retune(self, rtt_s: float, now_s: float | None = None) -> None:
         """Sets the size from the round-trip time and what was noted since the last call."""
@@ -83,6 +103,17 @@ class Window:
             wanted = math.ceil(turnaround_s * rate) + 1 + self._extra
             # Growth is bounded, since a rate measured over a burst says too much.
             self.size = min(wanted, 2 * self.size, self._largest)
+            self._set_hold(1.0 / rate)
+
+    def _set_hold(self, period_s: float) -> None:
+        spare_s, self._least_spare_s = self._least_spare_s, math.inf
+        if spare_s == math.inf:
+            return
+        excess_s = spare_s - max(_LEAST_SPARE_S, _SPARE_SHARE * period_s)
+        # Slowly to more, at once to less.
+        step = _HOLD_STEP if excess_s > 0 else 1.0
+        # Rounding brings a batch too early by at most two periods.
+        self.hold_s = min(max(0.0, self.hold_s + step * excess_s), 2.0 * period_s, LARGEST_HOLD_S)
 
     def _try_extra(self, both_wait: bool, rate: float) -> None:
         """Moves the part of the window that is found by trying."""
@@ -105,4 +136,4 @@ class Window:
             now_s = time.monotonic()
             share = min(1.0, self._waited_s / max(now_s - self._since_s, 1e-9))
             self._waited_s, self._since_s = 0.0, now_s
-            return {"window": self.size, "waiting_share": share}
+            return {"window": self.size, "waiting_share": share, "hold_s": self.hold_s}

@@ -79,3 +79,42 @@ def test_a_try_that_lets_nothing_more_through_is_taken_back():
         window.arrived(0.01, credit_wait_s=1.0)
         window.retune(0.05, window._retuned_s + 2.0)
         assert window.size <= 3  # ceil(10 * 0.06) + 1, and one tried
+
+
+def _learn(window: Window, rate: float, turnaround_s: float, seconds: int) -> list[float]:
+    """A learner of `rate` batches a second: how long each batch waited for it, second by second at worst.
+
+    Each credit leaves when its batch is through, is held back as the window says, and is a batch a turnaround later.
+    """
+    free_s, arrivals, least = 0.0, [0.0] * window.size, []
+    for second in range(seconds):
+        spares = []
+        while free_s < second + 1:
+            arrival_s = arrivals.pop(0)
+            spares.append(free_s - arrival_s)
+            if arrival_s <= free_s:
+                window.taken(free_s - arrival_s)
+            else:
+                window.starved(arrival_s - free_s)
+            free_s = max(free_s, arrival_s) + 1 / rate
+            window.consumed(free_s)
+            window.arrived(0.0)
+            while len(arrivals) < window.size:
+                arrivals.append(free_s + window.hold_s + turnaround_s)
+        least.append(min(spares))
+        window.retune(turnaround_s, window._retuned_s + 1.0)
+    return least
+
+
+@pytest.mark.parametrize("rate,turnaround_s", [(19, 0.115), (100, 0.055), (10, 0.001), (8, 0.3)])
+def test_batches_come_just_before_they_are_needed(rate, turnaround_s):
+    window = Window(64)
+    least = _learn(window, rate, turnaround_s, 40)
+    margin_s = max(0.004, 0.15 / rate)
+    assert all(0 <= spare_s < margin_s + 0.3 / rate for spare_s in least[-10:])
+
+
+def test_batches_that_come_late_are_not_held_back():
+    window = Window(2)  # too small for this path
+    _learn(window, 100, 0.1, 20)
+    assert window.hold_s == 0

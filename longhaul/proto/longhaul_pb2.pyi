@@ -92,16 +92,18 @@ class Open(_message.Message):
     def __init__(self, learner_id: _Optional[int] = ..., epoch: _Optional[int] = ..., cache_rows: _Optional[int] = ..., batch_size: _Optional[int] = ..., minibatches: _Optional[int] = ..., window: _Optional[int] = ..., last_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., row_level: _Optional[int] = ..., budget_bytes_per_s: _Optional[float] = ..., mark_first: bool = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("sequence", "priorities", "width", "window")
+    __slots__ = ("sequence", "priorities", "width", "window", "hold_s")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    HOLD_S_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     priorities: bytes
     width: int
     window: int
-    def __init__(self, sequence: _Optional[int] = ..., priorities: _Optional[bytes] = ..., width: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    hold_s: float
+    def __init__(self, sequence: _Optional[int] = ..., priorities: _Optional[bytes] = ..., width: _Optional[int] = ..., window: _Optional[int] = ..., hold_s: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("id",)
