@@ -38,6 +38,7 @@ from longhaul.streams import Events, Streams
 from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
 
 _MAX_PRIORITY = 1e38  # returns are stored as float32
+_LONGEST_WAIT_S = 0.2  # for the next step's time, before the other duties
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
 
 
@@ -209,10 +210,9 @@ class Actor:
             )
             self._begin(self._streams.start())
             while not self._stop.is_set():
-                if not self._paused():
+                if self._pace.wait(self._stop, _LONGEST_WAIT_S) and not self._paused():
                     self._look_for_weights()
                     self._act()
-                    self._pace.wait(self._stop)
                 self._report_if_due()
         except Stopped:
             logging.info("the actor was stopped after %d environment steps", self._progress.env_steps)

@@ -144,9 +144,7 @@ class Forwarder:
             self._link.open(self._capacity, batch_size, minibatches, self._epoch)
             while not self._stop.is_set():
                 self._look_for_weights()
-                if (ahead_s := self._pace.delay_s()) > 0:
-                    self._stop.wait(min(ahead_s, _WAIT_S))
-                else:
+                if self._pace.wait(self._stop, _WAIT_S):
                     self._take_batch()
                 if time.monotonic() - self._line_time_s >= self._config.metrics.period_s:
                     self._report()

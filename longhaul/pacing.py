@@ -36,10 +36,11 @@ class Pace:
         if self._period_s:
             self._due_s = max(self._due_s, self._clock() - self._slack_s) + events * self._period_s
 
-    def wait(self, stop: threading.Event) -> None:
-        """Waits until the next event is due, or the stop event is set."""
+    def wait(self, stop: threading.Event, at_most_s: float) -> bool:
+        """Waits until the next event is due, or stop is set, or for that time; returns whether it is due."""
         if (delay_s := self.delay_s()) > 0:
-            stop.wait(delay_s)
+            stop.wait(min(delay_s, at_most_s))
+        return not self.delay_s()
 
 
 def transfer_pace(config: config_dict.ConfigDict) -> Pace:

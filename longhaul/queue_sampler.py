@@ -30,6 +30,7 @@ class QueueSampler:
         self._sampler = ReplaySampler(server, batch, ahead=_AHEAD)
         self._kept: list[DrawnSamples] = []  # drawn and not confirmed, oldest first
         self._next = 0  # place in it of the next draw
+        self._drawn = server.info()[2]  # by now, over all samplers of the table
         self._lock = threading.Lock()
 
     def draw(self, stop: threading.Event) -> DrawnSamples:
@@ -43,15 +44,21 @@ class QueueSampler:
             drawn = self._kept[self._next] if self._next < len(self._kept) else None
         if drawn is None:
             # A draw that waited for its last transitions could not be stopped without losing those it has.
-            while self._server.info()[0] < self._batch:
+            while self._waiting() < self._batch:
                 if stop.wait(_LOOK_S):
                     raise Stopped("drawing from the queue was stopped")
             drawn = self._sampler.draw(stop)
+            self._drawn += self._batch
         with self._lock:
             if self._next == len(self._kept):
                 self._kept.append(drawn)
             self._next += 1
         return drawn
+
+    def _waiting(self) -> int:
+        """Returns how many transitions are in the queue, or have left it and wait in Reverb's sampler."""
+        size, _, sampled = self._server.info()
+        return size + sampled - self._drawn
 
     def confirm(self) -> None:
         """Says that the oldest batch has arrived."""
