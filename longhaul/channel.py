@@ -21,6 +21,7 @@ PART_BYTES = 2**20  # of a large payload per message: others get their turn in b
 MAX_MESSAGE_BYTES = 8 * 2**20  # parts and the columns of a large batch fit with room to spare
 KEEPALIVE_PERIOD_S = 10.0
 KEEPALIVE_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.2
 _STREAM_WINDOW_BYTES = 64 * 2**20
 
 _COMMON_OPTIONS = (
@@ -37,6 +38,8 @@ CLIENT_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A host may have moved: its name is looked up again with each try, not every 30 s at most.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Two clients of one process must not share a connection that one of them has given up on.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -115,7 +118,7 @@ def spec_from_proto(message: pb.ExperienceSpec) -> ExperienceSpec:
 
 
 class Backoff:
-    """Waits between tries: doubling from 0.2 s to `cap_s`, each with full jitter (Brooker 2015), until a deadline.
+    """Waits between tries: doubling from FIRST_BACKOFF_S to `cap_s`, each with jitter, until a deadline.
 
     Args:
       what: for the deadline's message.
@@ -129,7 +132,7 @@ class Backoff:
         self._cap_s = cap_s
         self._deadline_s = deadline_s
         self._started_s = time.monotonic()
-        self._next_s = 0.2
+        self._next_s = FIRST_BACKOFF_S
 
     def wait(self, error: LonghaulError) -> None:
         """Waits before the next try after `error`.
