@@ -123,7 +123,7 @@ def measure(workdir: Path, replay: str, num_actors: int, from_s: float, seconds:
     }
     middle = (edges[:-1] + edges[1:]) / 2
     curves["time_s"] = (middle - from_s).tolist()
-    curves["env_steps"] = [float(sum(_at(lines, "env_steps", t) for lines in actors)) for t in middle]
+    curves["env_steps"] = [float(sum(_grown(lines, "env_steps", from_s, t) for lines in actors)) for t in middle]
     down = np.array([_at(roles["link"], "down_bytes", t) for t in edges])
     curves["down_bytes"] = [_at(roles["link"], "down_bytes", t) - float(down[0]) for t in middle]
     curves["down_bytes_per_s"] = (np.diff(down) / np.diff(edges)).tolist()

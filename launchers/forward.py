@@ -31,6 +31,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     host, _ = command_line.parse_address(_CLOUD_GATEWAY.value, "cloud_gateway")
     security.check_plaintext(host, None, False, "--cloud_gateway")
     reverb_check.check_versions()
+    import longhaul.inserter  # noqa: F401 (TensorFlow takes seconds: now, not while the site's queue runs over)
     from longhaul.forwarder import Forwarder  # brings JAX: not for --help or a mistyped flag
     from longhaul.site_client import SiteClient
 

@@ -36,7 +36,7 @@ FIGURES = {
 _SWEPT = ("return", "probe_loss", "loss", "loss_unweighted", "arrival_priority", "arrival_priority_first")
 _PLOTS = (
     ("time_s", "return", "time (s)", "greedy return"),
-    ("env_steps", "return", "environment steps", "greedy return"),
+    ("env_steps", "return", "environment steps since the first update", "greedy return"),
     ("down_bytes", "return", "bytes across the link", "greedy return"),
     ("time_s", "loss", "time (s)", "training loss"),
     ("time_s", "probe_loss", "time (s)", "loss on the probe"),
@@ -60,7 +60,8 @@ DIFFERENCES = (
     "acknowledgement (existing).",
     "How old a priority is when it is drawn on: a round trip and the time in flight (proposed); none of it, since "
     "replay is on the learner's host (existing).",
-    "The first experience is trained on earlier where it need not cross first. Time counts from the first update.",
+    "The first experience is trained on earlier where it need not cross first. Time, steps and bytes count from the "
+    "first update.",
     "Processes on the machine: the existing approach runs two more (the forwarder and the second buffer node), "
     "whose work takes CPU that the pacing of actors and learner leaves free.",
 )

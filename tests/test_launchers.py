@@ -16,7 +16,7 @@ from longhaul.errors import ConfigError
 from longhaul.metrics import MetricsWriter
 
 REPO = Path(__file__).parent.parent
-ROLES = ("local", "buffer", "actor", "learner", "evaluate")
+ROLES = ("local", "buffer", "actor", "learner", "evaluate", "forward", "compare")
 SMOKE = "--config=configs/smoke.py"
 
 
@@ -157,6 +157,37 @@ def test_a_link_is_read_in_its_units(text, rtt_s, rate):
 def test_a_link_that_can_not_be_read_is_refused(text):
     with pytest.raises(ConfigError, match="--link="):
         emulated_link.parse_link(text)
+
+
+def test_a_link_may_have_another_rate_up_and_an_outage():
+    link = emulated_link.parse_link("rtt_ms=10,rate_mbit=8,up_mbit=16,outage_at_s=30,outage_s=5")
+    assert link == emulated_link.EmulatedLink(0.01, 1e6, 2e6, 30.0, 5.0)
+
+
+class Held:
+    """A relay as the plan sees it: what was asked of it."""
+
+    def __init__(self):
+        self.asked = []
+
+    def hold(self):
+        self.asked.append("hold")
+
+    def release(self):
+        self.asked.append("release")
+
+
+@pytest.mark.parametrize("at_s, begins_s", [(30.0, 30.0), (None, 45.0)])
+def test_the_outage_comes_once_at_its_time_or_in_the_middle(at_s, begins_s):
+    relay = Held()
+    link = emulated_link.EmulatedLink(0.01, 0.0, outage_at_s=at_s, outage_s=10.0)
+    plan = emulated_link.OutagePlan(link, relay, run_s=100.0)
+    asked = []
+    for elapsed_s in range(100):
+        plan.follow(float(elapsed_s))
+        asked.append(len(relay.asked))
+    assert relay.asked == ["hold", "release"]
+    assert (asked.index(1), asked.index(2)) == (begins_s, begins_s + 10)
 
 
 def test_no_link_is_plain_loopback():
