@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import socket
 import threading
 
 import grpc
@@ -122,18 +123,93 @@ def test_a_wrong_token_is_refused_at_both_ends(folder, secured):
     assert secured.read_stats()["refused_calls"] >= 1
 
 
-@pytest.mark.parametrize("role", ["actor", "reader"])
-def test_only_the_learner_may_draw_or_publish(folder, secured, role):
+# What each role may call; every RPC of the service has its line here, so that a new one can't be forgotten.
+RIGHTS = {
+    "Describe": {"learner", "actor", "reader"},
+    "Sample": {"learner"},
+    "PublishWeights": {"learner"},
+    "Checkpoint": {"learner"},
+    "PutRows": {"actor"},
+    "WatchWeights": {"actor", "reader"},
+    "Health": {"learner", "actor", "reader"},
+}
+
+
+def _call(connection, method) -> grpc.StatusCode:
+    """Calls a method with an empty request of its own type; returns the status it ends with, OK for any answer."""
+    description = pb.DESCRIPTOR.services_by_name["Gateway"].methods_by_name[method]
+    request = getattr(pb, description.input_type.name)()
+    call = getattr(rpc.GatewayStub(connection), method)
+    try:
+        response = call(iter([request]) if description.client_streaming else request, timeout=5)
+        if description.server_streaming:
+            next(response, None)
+            response.cancel()
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_the_table_of_rights_names_every_call_and_is_the_one_that_holds():
+    assert set(RIGHTS) == set(pb.DESCRIPTOR.services_by_name["Gateway"].methods_by_name)
+    assert {role: {m for m in RIGHTS if role in RIGHTS[m]} for role in security.ROLES} == security._ALLOWED
+
+
+@pytest.mark.parametrize("method", sorted(RIGHTS))
+@pytest.mark.parametrize("role", security.ROLES)
+def test_a_role_may_call_what_it_must_and_nothing_else(folder, secured, role, method):
+    secured._weights.offer(Snapshot(1, 1, b"weights"))
+    refused = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
     with channel.open_channel(f"127.0.0.1:{secured.port}", security.load(folder / role, role)) as connection:
-        stub = rpc.GatewayStub(connection)
-        for call in (
-            lambda: next(stub.Sample(iter([pb.SampleRequest(open=pb.Open(learner_id=1))]), timeout=10)),
-            lambda: stub.PublishWeights(iter([pb.WeightsChunk(count=1)]), timeout=10),
-            lambda: stub.Checkpoint(pb.CheckpointRequest(), timeout=10),
-        ):
-            with pytest.raises(grpc.RpcError) as refusal:
-                call()
-            assert refusal.value.code() == grpc.StatusCode.PERMISSION_DENIED and role in refusal.value.details()
+        status = _call(connection, method)
+        if role in RIGHTS[method]:
+            assert status not in refused
+            assert secured.read_stats().get("refused_calls", 0) == 0
+        else:
+            assert status == grpc.StatusCode.PERMISSION_DENIED
+            assert secured.read_stats()["refused_calls"] == 1
+
+
+@pytest.mark.parametrize("method", sorted(RIGHTS))
+def test_without_a_token_nothing_may_be_called(folder, secured, method):
+    bare = dataclasses.replace(security.load(folder / "learner", "learner"), token="")
+    with channel.open_channel(f"127.0.0.1:{secured.port}", bare) as connection:
+        assert _call(connection, method) == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_an_actor_on_another_host_announces_follows_weights_and_health_over_tls(tmp_path):
+    host = _outward_address()
+    certs.make_site(tmp_path, [host], days=30)
+    c = small_config(samples_per_insert=4.0)
+    gateway = Gateway(c, host="0.0.0.0", credentials=security.load(tmp_path / "gateway", "gateway"))
+    gateway.start()
+    stop = threading.Event()
+    actor = SiteClient(f"{host}:{gateway.port}", "actor", stop, security.load(tmp_path / "actor", "actor"))
+    try:
+        assert actor.announce(SPEC, timeout_s=10.0).run_id == gateway.run_id
+        assert actor.description.replay_address.rsplit(":", 1)[0] == host
+        actor.start()
+        for version in (1, 2):
+            gateway._weights.offer(Snapshot(1, version, b"weights"))
+            eventually(lambda version=version: (w := actor.newest_weights()) and w.version == version)
+        gateway._pause = True
+        eventually(lambda: actor.paused or gateway.__setattr__("_pause", True))
+        # Without the certificate's name for it, the same gateway is nobody that it would speak to.
+        with pytest.raises(Refused, match="certificate is refused"):
+            _announce(gateway, security.load(tmp_path / "actor", "actor"))
+    finally:
+        actor.close()
+        gateway.stop(0.2)
+
+
+def _outward_address() -> str:
+    """An address of this host beyond the loopback, or one of the loopback that is not the usual one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: asks the kernel which address it would send from
+        except OSError:
+            return "127.0.0.2"
+        return probe.getsockname()[0]
 
 
 def test_a_reader_can_not_announce_experience(folder, secured):
