@@ -4,6 +4,7 @@ A site's network is near, yet the gateway may restart: every thread here tries a
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from longhaul.types import ExperienceSpec, Snapshot
 
 _CALL_TIMEOUT_S = 5.0
 _HEALTH_PERIOD_S = 0.1
+_RETRY_S = 0.5  # give or take half: a site's peers must not all come back at once
+_SILENT_WATCHES = 10  # streams of weights that may fail in a row, while the gateway answers, before a warning
 
 
 class SiteDescription(NamedTuple):
@@ -110,6 +113,8 @@ class SiteClient:
         self._paused = False
         self._watch_call: grpc.Call | None = None
         self._failure: LonghaulError | None = None
+        self._away_since_s = 0.0  # 0: the gateway answers
+        self._failed_watches = 0
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
             for name, work in (("follow-weights", self._follow_weights), ("follow-health", self._follow_health))
@@ -191,31 +196,37 @@ class SiteClient:
 
     def _run(self, work: Callable[[], None]) -> None:
         """Repeats a piece of background work; an outage is waited out, a refusal reaches the caller."""
-        away_since_s = 0.0
         while not self._done():
             try:
                 work()
-                if away_since_s:
-                    logging.warning("the gateway is back after %.1f s", time.monotonic() - away_since_s)
-                    away_since_s = 0.0
             except grpc.RpcError as error:
                 ours = channel.our_error(error, self._address, self._credentials)
                 if not isinstance(ours, Outage):
                     self._failure = ours
                     return
-                if not away_since_s and not self._done():
-                    away_since_s = time.monotonic()
-                    logging.warning("the gateway is away: %s", ours)
-                self._paused = False
-                self._closed.wait(0.5)
+                if not self._done():
+                    self._note_failure(work, ours)
+                self._closed.wait(_RETRY_S * random.uniform(0.5, 1.5))
             except Corruption as error:
                 logging.warning("refused what the gateway sent: %s", error)
-                self._closed.wait(0.5)
+                self._closed.wait(_RETRY_S)
             except Stopped:
                 return
             except LonghaulError as error:
                 self._failure = error
                 return
+
+    def _note_failure(self, work: Callable[[], None], outage: Outage) -> None:
+        """One log line for an outage: Health tells when it begins and ends, since its calls are short."""
+        if work == self._follow_health:
+            self._paused = False
+            if not self._away_since_s:
+                self._away_since_s = time.monotonic()
+                logging.warning("the gateway is away: %s", outage)
+        elif not self._away_since_s:
+            self._failed_watches += 1
+            if self._failed_watches == _SILENT_WATCHES:
+                logging.warning("the gateway answers, but sends no weights: %s", outage)
 
     def _follow_weights(self) -> None:
         held = self._weights.newest()
@@ -223,9 +234,13 @@ class SiteClient:
         self._watch_call = self._stub.WatchWeights(request)
         for snapshot in snapshots.from_chunks(self._watch_call):
             self._weights.offer(snapshot)
+            self._failed_watches = 0
 
     def _follow_health(self) -> None:
         health = self._stub.Health(pb.HealthRequest(), timeout=_CALL_TIMEOUT_S)
+        if self._away_since_s:
+            logging.warning("the gateway is back after %.1f s", time.monotonic() - self._away_since_s)
+            self._away_since_s = 0.0
         if health.run_id != self.description.run_id:
             # Another buffer node: an empty replay, perhaps elsewhere, and weights counted from anew.
             logging.warning("the buffer node has restarted: announcing again")

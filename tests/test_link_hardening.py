@@ -127,14 +127,14 @@ def test_a_reader_that_hardly_reads_holds_the_gateway_back_and_its_memory_flat(b
         eventually(still, 60)
         return int(seen[-1])
 
-    assert in_flight_once_still() < 128 * MIB
+    assert in_flight_once_still() < 64 * MIB
     stalled_bytes = _rss_bytes(process.pid)
     read = [learner.batch() for _ in range(20)]
     assert [sequence for sequence, _ in read] == list(range(1, 21))
     assert sum(size for _, size in read) > 60 * MIB
-    assert in_flight_once_still() < 128 * MIB
-    assert stalled_bytes - before_bytes < 160 * MIB
-    assert _rss_bytes(process.pid) - stalled_bytes < 48 * MIB
+    assert in_flight_once_still() < 64 * MIB
+    assert stalled_bytes - before_bytes < 96 * MIB
+    assert _rss_bytes(process.pid) - stalled_bytes < 32 * MIB
     learner.close()
     site.close()
     writer.close()
