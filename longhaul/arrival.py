@@ -41,8 +41,10 @@ def _slots(packed: bytes, name: str) -> np.ndarray:
     return np.frombuffer(packed, "<i4")
 
 
-def unpack_batch(message: pb.Batch, rows_wire: bytes, spec: ExperienceSpec, opened: pb.Open, rtt_s: float) -> Batch:
-    """Checks and unpacks a batch.
+def unpack_batch(
+    message: pb.Batch, rows_wire: bytes, spec: ExperienceSpec, opened: pb.Open, coder: codec.SlotCoder, rtt_s: float
+) -> Batch:
+    """Checks and unpacks a batch, the next one of the coder's stream.
 
     Raises:
       Corruption: sizes, slots or rows that can't be those of a batch asked for.
@@ -52,11 +54,11 @@ def unpack_batch(message: pb.Batch, rows_wire: bytes, spec: ExperienceSpec, open
     name = f"batch {message.sequence}"
     if message.count != count:
         raise Corruption(f"{name}: {message.count} transitions, {count} were asked for")
-    columns = codec.unpack_columns(message.columns, message.columns_bytes, count, spec.stack)
+    columns = codec.unpack_columns(message.columns, message.columns_bytes, count, spec.stack, coder)
     new_slots, audit_slots = _slots(message.new_slots, name), _slots(message.audit_slots, name)
     if len(new_slots) * spec.row_bytes != message.rows_bytes:
         raise Corruption(f"{name}: {message.rows_bytes} bytes of rows do not fill {len(new_slots)} slots")
-    for slots in (columns.slots, new_slots, audit_slots):
+    for slots in (new_slots, audit_slots):
         if slots.size and (slots.min() < 0 or slots.max() >= opened.cache_rows):
             raise Corruption(f"{name}: a slot outside the cache of {opened.cache_rows} rows")
     limit = 2 * spec.stack * count * spec.row_bytes

@@ -138,39 +138,86 @@ def unpack_cells(cells: list[bytes], row_bytes: int) -> bytes:
     return b"".join(rows)
 
 
+class SlotCoder:
+    """Turns cache slots into small numbers and back, by what both ends have seen on one stream so far.
+
+    A row is mostly followed by the same row: the slot that came after a slot the last time is the guess for the next,
+    and only the differences from the guesses travel, nearly all of them 0. Both ends must code the same batches in the
+    same order.
+
+    Args:
+      capacity: slots of the cache.
+      stack: rows per observation.
+      n_step: the bootstrap state's stack begins so many rows after the observation's, unless an episode ended.
+    """
+
+    def __init__(self, capacity: int, stack: int, n_step: int):
+        self._capacity = capacity
+        self._stack = stack
+        self._n_step = n_step
+        self._next = np.arange(1, capacity + 1, dtype=np.int32)  # rows that arrive together sit side by side
+        self._next_stack = self._next.copy()  # the first of the next stack, after the last of a stack
+
+    def encode(self, slots: np.ndarray) -> np.ndarray:
+        """Returns int32 differences, in the shape of the slots (int32 [N, 2*stack])."""
+        differences = slots.astype(np.int32)
+        for place in range(1, 2 * self._stack):
+            differences[:, place] -= self._guess(slots, place)
+        self._learn(slots)
+        return differences
+
+    def decode(self, differences: np.ndarray) -> np.ndarray:
+        """Undoes `encode`.
+
+        Raises:
+          Corruption: a slot outside the cache.
+        """
+        slots = differences.astype(np.int32)
+        for place in range(1, 2 * self._stack):
+            slots[:, place] += self._guess(slots, place)
+        if slots.size and (slots.min() < 0 or slots.max() >= self._capacity):
+            raise Corruption(f"columns: a slot outside the cache of {self._capacity} rows")
+        self._learn(slots)
+        return slots
+
+    def _guess(self, slots: np.ndarray, place: int) -> np.ndarray:
+        if place == self._stack and self._n_step < self._stack:
+            return slots[:, self._n_step]
+        after = self._next_stack if place == self._stack else self._next
+        return after.take(slots[:, place - 1], mode="clip")  # out of bounds only in what `decode` will refuse
+
+    def _learn(self, slots: np.ndarray) -> None:
+        for place in range(1, 2 * self._stack):
+            after = self._next_stack if place == self._stack else self._next
+            after[slots[:, place - 1]] = slots[:, place]
+
+
 def columns_bytes(count: int, stack: int) -> int:
     """Size of packed columns before compression, for `count` transitions."""
     return count * (2 * stack + 4) * 4
 
 
-def pack_columns(columns: Columns) -> bytes:
-    """Packs and compresses the columns of a batch.
-
-    Slots travel as the difference from the slot of the row before in the same stack: rows that arrived
-    together sit in neighbouring slots, so most differences are one.
-    """
-    slots = columns.slots.astype("<i4")
-    slots[:, 1:] -= columns.slots[:, :-1]
-    parts = [_split_planes(slots.T.reshape(-1))]
+def pack_columns(columns: Columns, coder: SlotCoder) -> bytes:
+    """Packs and compresses the columns of a batch, the next one of the coder's stream."""
+    parts = [_split_planes(coder.encode(columns.slots).astype("<i4").T.reshape(-1))]
     parts.append(_split_planes(columns.actions.astype("<i4")))
     for column in (columns.returns, columns.discounts, columns.probabilities):
         parts.append(_split_planes(column.astype("<f4")))
     return compress(b"".join(parts), _COLUMNS_LEVEL)
 
 
-def unpack_columns(data: bytes, size_bytes: int, count: int, stack: int) -> Columns:
+def unpack_columns(data: bytes, size_bytes: int, count: int, stack: int, coder: SlotCoder) -> Columns:
     """Undoes `pack_columns`; the arrays are new and writable.
 
     Raises:
-      Corruption: the sizes are not those of `count` transitions, or the frame is damaged.
+      Corruption: the sizes are not those of `count` transitions, a slot is not one, or the frame is damaged.
     """
     expected = columns_bytes(count, stack)
     if size_bytes != expected:
         raise Corruption(f"columns: {size_bytes} bytes claimed, {expected} make {count} transitions")
     raw = memoryview(decompress(data, size_bytes, expected, "columns"))
     end = count * 2 * stack * 4
-    deltas = _join_planes(raw[:end], "<i4", count * 2 * stack).reshape(2 * stack, count).T
-    slots = np.cumsum(deltas, axis=1, dtype=np.int32)
+    slots = coder.decode(_join_planes(raw[:end], "<i4", count * 2 * stack).reshape(2 * stack, count).T)
     flat = []
     for dtype in ("<i4", "<f4", "<f4", "<f4"):
         flat.append(_join_planes(raw[end : end + count * 4], dtype, count))

@@ -7,6 +7,7 @@ import queue
 import threading
 
 from longhaul.arrival import Assembly, unpack_batch
+from longhaul.codec import SlotCoder
 from longhaul.errors import Corruption, Outage
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.types import Batch, ExperienceSpec
@@ -25,6 +26,7 @@ class Inbox:
         self._batches: queue.Queue[Batch] = queue.Queue()
         self._lock = threading.Lock()
         self._assembly: Assembly | None = None
+        self._coder: SlotCoder | None = None
         self._refusing = False
         self.last_sequence = 0
 
@@ -41,8 +43,9 @@ class Inbox:
             return None
 
     def start_stream(self) -> None:
-        """Drops a batch whose parts a cut has lost."""
+        """Drops a batch whose parts a cut has lost, and what the coding of its stream has learned."""
         self._assembly = None
+        self._coder = None
 
     def put(self, response: pb.SampleResponse, spec: ExperienceSpec, opened: pb.Open, rtt_s: float) -> pb.Batch | None:
         """Takes a `batch` or `part` message.
@@ -74,7 +77,9 @@ class Inbox:
             return None
         assembly, self._assembly = self._assembly, None
         message = assembly.message
-        batch = unpack_batch(message, b"".join(assembly.rows), spec, opened, rtt_s)
+        if self._coder is None:
+            self._coder = SlotCoder(opened.cache_rows, spec.stack, spec.n_step)
+        batch = unpack_batch(message, b"".join(assembly.rows), spec, opened, self._coder, rtt_s)
         if message.sequence != self.last_sequence + 1:
             raise Corruption(f"batch {message.sequence} follows batch {self.last_sequence}")
         with self._lock:

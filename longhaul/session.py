@@ -86,6 +86,7 @@ class Session:
         self._queue = QueueSampler(server, self.count) if server.order == "arrival" else None
         self.sampler = self._queue or ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
         self._mirror = Mirror(opened.cache_rows)
+        self._coder = codec.SlotCoder(opened.cache_rows, spec.stack, spec.n_step)
         self._crossings = Crossings(2 * server.capacity) if opened.mark_first else None
         self._lock = threading.Condition()
         self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
@@ -136,6 +137,7 @@ class Session:
                     self._crossings.undo(batch.keys[batch.first])
             self._counters["rolled_back_batches"] += len(lost)
             self._mirror.roll_back(opened.last_sequence)
+            self._coder = codec.SlotCoder(self._mirror.capacity, self._spec.stack, self._spec.n_step)
             if self._queue is not None:
                 self._queue.roll_back(len(self._in_flight))
             self._next_sequence = opened.last_sequence + 1
@@ -264,7 +266,7 @@ class Session:
         message = pb.Batch(
             sequence=sequence,
             count=self.count,
-            columns=codec.pack_columns(columns),
+            columns=codec.pack_columns(columns, self._coder),
             columns_bytes=codec.columns_bytes(self.count, self._spec.stack),
             table_size=drawn.table_size,
             new_slots=placement.new_slots.astype("<i4").tobytes(),

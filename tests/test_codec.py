@@ -10,11 +10,17 @@ import zstandard
 from longhaul import codec
 from longhaul.errors import ConfigError, Corruption
 
+SLOTS = 100_000
+
+
+def _coder(stack: int, n_step: int = 3) -> codec.SlotCoder:
+    return codec.SlotCoder(SLOTS, stack, n_step)
+
 
 def _columns(count: int = 33, stack: int = 4, seed: int = 0) -> codec.Columns:
     rng = np.random.default_rng(seed)
     return codec.Columns(
-        slots=rng.integers(0, 2**31 - 1, (count, 2 * stack), dtype=np.int32),
+        slots=rng.integers(0, SLOTS, (count, 2 * stack), dtype=np.int32),
         actions=rng.integers(0, 18, count, dtype=np.int32),
         returns=rng.normal(size=count).astype(np.float32),
         discounts=np.full(count, 0.99**3, np.float32),
@@ -26,8 +32,8 @@ def _columns(count: int = 33, stack: int = 4, seed: int = 0) -> codec.Columns:
 @pytest.mark.parametrize("count", [1, 33, 512])
 def test_columns_come_back_bit_for_bit(count, stack):
     columns = _columns(count, stack)
-    packed = codec.pack_columns(columns)
-    back = codec.unpack_columns(packed, codec.columns_bytes(count, stack), count, stack)
+    packed = codec.pack_columns(columns, _coder(stack))
+    back = codec.unpack_columns(packed, codec.columns_bytes(count, stack), count, stack, _coder(stack))
     for sent, received in zip(columns, back):
         np.testing.assert_array_equal(sent, received)
         assert sent.dtype == received.dtype
@@ -35,9 +41,34 @@ def test_columns_come_back_bit_for_bit(count, stack):
 
 
 def test_columns_of_another_count_are_refused():
-    packed = codec.pack_columns(_columns(33, 4))
+    packed = codec.pack_columns(_columns(33, 4), _coder(4))
     with pytest.raises(Corruption, match="transitions"):
-        codec.unpack_columns(packed, codec.columns_bytes(33, 4), 34, 4)
+        codec.unpack_columns(packed, codec.columns_bytes(33, 4), 34, 4, _coder(4))
+
+
+@pytest.mark.parametrize("stack,n_step", [(1, 1), (1, 3), (4, 1), (4, 3), (4, 4), (4, 7)])
+def test_slots_come_back_batch_after_batch_and_soon_cost_little(stack, n_step):
+    """Transitions of one long episode whose rows lie in slots without any order, drawn again and again."""
+    rng = np.random.default_rng(0)
+    slot_of = rng.permutation(1000).astype(np.int32)
+    here, there, sizes = _coder(stack, n_step), _coder(stack, n_step), []
+    for _ in range(30):
+        first = rng.integers(0, 1000 - stack - n_step, (200, 1))
+        slots = slot_of[first + np.concatenate([np.arange(stack), np.arange(stack) + n_step])]
+        differences = here.encode(slots)
+        sizes.append(np.count_nonzero(differences[:, 1:]))
+        np.testing.assert_array_equal(there.decode(differences), slots)
+    assert sizes[-1] < 0.1 * sizes[0]
+
+
+def test_slots_out_of_bounds_are_refused_and_leave_the_coder_as_it_was():
+    here, there = _coder(2), _coder(2)
+    for wrong in ([[SLOTS, 0, 0, 0]], [[-1, 0, 0, 0]], [[5, 0, 2**31 - 1, 0]], [[5, 0, -(2**31), 0]]):
+        with pytest.raises(Corruption, match="outside the cache"):
+            there.decode(np.array(wrong, np.int32))
+    slots = np.array([[3, 9, 9, 2], [9, 2, 2, 7]], np.int32)
+    for _ in range(2):
+        np.testing.assert_array_equal(there.decode(here.encode(slots)), slots)
 
 
 def test_a_decompression_bomb_is_refused_before_allocating():
