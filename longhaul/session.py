@@ -79,7 +79,8 @@ class Session:
         self._check_sizes(opened, spec.row_bytes, spec.stack)
         self._server = server
         self._rows = rows
-        rows.reserve(_DRAWS_AHEAD * self.count)
+        self._reserved_rows = _DRAWS_AHEAD * self.count
+        rows.reserve(self._reserved_rows)
         self._spec = spec
         self._counters = counters
         # One for all streams: to take a sampler down costs Reverb up to seconds.
@@ -149,9 +150,11 @@ class Session:
         self._stream = stream
 
     def close(self) -> None:
-        """Ends the session's stream."""
+        """Ends the session's stream, for good."""
         if self._stream is not None:
             self._stream.close()
+        self._rows.reserve(-self._reserved_rows)
+        self._reserved_rows = 0
 
     @property
     def next_sequence(self) -> int:
