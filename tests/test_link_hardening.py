@@ -209,7 +209,7 @@ def test_an_idle_learner_and_an_idle_site_peer_outlive_a_path_that_forgets_idle_
         writer = Writer(client)
         writer.write(100)
         with (
-            Relay(("127.0.0.1", gateway.port), idle_timeout_s=2.5) as relay,
+            Relay(("127.0.0.1", gateway.port), idle_timeout_s=4.0) as relay,
             linked(relay.address, c) as link,
         ):
             site = SiteClient(relay.address, "reader", threading.Event())
@@ -217,7 +217,7 @@ def test_an_idle_learner_and_an_idle_site_peer_outlive_a_path_that_forgets_idle_
             site.start()
             learner = CheckingLearner(link, 2000)
             learner.step()
-            time.sleep(7.0)  # nothing is drawn, nothing is published
+            time.sleep(9.0)  # nothing is drawn, nothing is published
             for _ in range(5):
                 learner.step()
             link.publish(Snapshot(1, 1, b"weights"))
@@ -235,13 +235,13 @@ def test_keepalive_alone_keeps_an_idle_watch_alive_however_often_it_pings(is_pin
     monkeypatch.setattr(channel, "CLIENT_OPTIONS", tuple(options.items()))
     with (
         running(small_config()) as (gateway, _),
-        Relay(("127.0.0.1", gateway.port), idle_timeout_s=1.5) as relay,
+        Relay(("127.0.0.1", gateway.port), idle_timeout_s=2.0) as relay,
         channel.open_channel(relay.address) as connection,
     ):
         call = rpc.GatewayStub(connection).WatchWeights(pb.WatchRequest())
         gateway._weights.offer(Snapshot(1, 1, b"first"))
         assert next(call).data == b"first"
-        time.sleep(4.0)
+        time.sleep(5.0)
         gateway._weights.offer(Snapshot(1, 2, b"second"))
         if is_pinged:
             assert next(call).data == b"second"
