@@ -1,10 +1,11 @@
 """The actor: steps environments with an epsilon-greedy policy on the newest weights, and fills the replay.
 
 As in "Distributed Prioritized Experience Replay" (Horgan et al. 2018): every environment stream has an epsilon of its
-own from a ladder over the whole site, transitions are n-step, and the first priority comes from the actor's own
-Q-values: |R + discount * max_a Q(s_{t+n}, a) - Q(s_t, a_t)| + config.replay.priority_epsilon. Q(s_{t+n}) is what the
-next acting step computes anyway, so a transition waits for it; where an episode was truncated and the next one has
-already begun, one extra call of the policy, of the same shape, values the last states.
+own from a ladder over the whole site (or from a line down, exploration.py), transitions are n-step, and the first
+priority comes from the actor's own Q-values: in the plainest case |R + discount * max_a Q(s_{t+n}, a) - Q(s_t, a_t)| +
+config.replay.priority_epsilon (first_priority.py has the others). What s_{t+n} is worth the next acting step computes
+anyway, so a transition waits for it; where an episode was truncated and the next one has already begun, one extra call
+of the policy, of the same shape, values the last states.
 
 A share of the transitions (config.actor.probe_share) goes to the probe instead of the replay, see probe.py.
 
@@ -27,6 +28,8 @@ from ml_collections import config_dict
 
 from longhaul import env as env_lib
 from longhaul.errors import Corruption, Stopped
+from longhaul.exploration import Exploration
+from longhaul.first_priority import Acted, FirstPriority
 from longhaul.metrics import MetricsWriter
 from longhaul.nstep import NStepAccumulator
 from longhaul.pacing import Pace
@@ -40,14 +43,6 @@ from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
 _MAX_PRIORITY = 1e38  # returns are stored as float32
 _LONGEST_WAIT_S = 0.2  # for the next step's time, before the other duties
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
-
-
-def epsilon_ladder(index: int, count: int, epsilon: float, alpha: float) -> float:
-    """Returns the share of random actions of stream `index` out of `count`: epsilon^(1 + index*alpha/(count-1)).
-
-    Horgan et al. 2018, section 4; a site of one stream gets epsilon itself.
-    """
-    return float(epsilon) ** (1.0 + index * alpha / (count - 1) if count > 1 else 1.0)
 
 
 class TransitionWriter(Protocol):
@@ -82,7 +77,7 @@ class _Held(NamedTuple):
 
     stream: int
     transition: NStepTransition
-    q_value: float  # Q(s_t, a_t) when it was acted
+    acted: Acted
     policy_version: int
 
 
@@ -158,21 +153,18 @@ class Actor:
         self._spec = spec = env_lib.make_spec(config)
         self._streams = Streams(config, actor_index, stop)
         count = self._streams.num_streams
-        self._policy = Policy(spec, config, count)
-        first, total = actor_index * count, config.actor.num_actors * count
-        self._epsilons = np.array(
-            [epsilon_ladder(first + i, total, config.actor.epsilon, config.actor.epsilon_alpha) for i in range(count)]
-        )
+        self._policy = Policy(spec, config, count, noise_seed=actor_index)
+        self._exploration = Exploration(config, actor_index)
+        self._first_priority = FirstPriority(config)
         # Apart from the environments' seeds, which come from config.seed alone.
         self._rng = np.random.default_rng([config.seed % 2**64, actor_index])
         self._accumulators = [NStepAccumulator(spec.n_step, spec.gamma, spec.stack) for _ in range(count)]
-        # Per stream, (Q(s, a), policy version) of the steps whose transition is still to come, oldest first.
-        self._acted: list[deque[tuple[float, int]]] = [deque() for _ in range(count)]
+        # Per stream, (what was acted, policy version) of the steps whose transition is still to come, oldest first.
+        self._acted: list[deque[tuple[Acted, int]]] = [deque() for _ in range(count)]
         self._held: list[_Held] = []
         self._stacks = np.zeros((count, spec.stack, *spec.row_shape), spec.row_dtype)
         self._all_streams = np.arange(count)
         self._row_ids = RowIds()
-        self._priority_epsilon = float(config.replay.priority_epsilon)
         self._metrics_period_s = float(config.metrics.period_s)
         self._snapshot: Snapshot | None = None
         self._adopted: tuple[int, int] = (0, 0)  # (epoch, version) acted on
@@ -223,9 +215,9 @@ class Actor:
         """One step of all streams: values, actions, transitions."""
         q_values = self._policy.q_values(self._stacks)
         if self._held:
-            self._write_held(q_values.max(axis=1).tolist())
+            self._write_held(self._first_priority.state_values(q_values))
         count = self._streams.num_streams
-        random = self._rng.random(count) < self._epsilons
+        random = self._rng.random(count) < self._exploration.epsilons(self._progress.env_steps)
         actions = np.where(random, self._rng.integers(self._spec.num_actions, size=count), q_values.argmax(axis=1))
         events = self._streams.step(actions)
         self._add_steps(events, actions, q_values)
@@ -249,13 +241,13 @@ class Actor:
             stacks[valid, :-1] = stacks[valid, 1:]
             stacks[valid, -1] = rows[valid]
         version = self._adopted[1]
-        acted_values = q_values[self._all_streams, actions].tolist()
+        all_acted = self._first_priority.acted(q_values, actions)
         columns = actions.tolist(), events.rewards.tolist(), events.terminated.tolist(), events.truncated.tolist()
         for stream in valid.tolist():
             row_id = self._row_ids.take()
             self._add_row(stream, row_id, rows[stream])
             acted = self._acted[stream]
-            acted.append((acted_values[stream], version))
+            acted.append((all_acted[stream], version))
             step = [column[stream] for column in columns]
             for transition in self._accumulators[stream].step(*step, row_id):
                 self._held.append(_Held(stream, transition, *acted.popleft()))
@@ -272,7 +264,7 @@ class Actor:
             return
         values = [0.0] * len(self._stacks)
         if any(held.transition.discount and events.started[held.stream] for held in self._held):
-            values = self._policy.q_values(self._stacks).max(axis=1).tolist()
+            values = self._first_priority.state_values(self._policy.q_values(self._stacks))
             self._write_held(values)
             return
         waiting, self._held = self._held, []
@@ -298,7 +290,7 @@ class Actor:
             self._probe.add_row(stream, row_id, row)
 
     def _write_held(self, values: list[float]) -> None:
-        """Writes all that waits; values[stream] is max_a Q of the state that its transitions bootstrap from."""
+        """Writes all that waits; values[stream] is what the state is worth that its transitions bootstrap from."""
         waiting, self._held = self._held, []
         for held in waiting:
             self._write(held, values[held.stream])
@@ -307,10 +299,7 @@ class Actor:
         """Writes one transition with its first priority, unless it is not finite as a float32: Reverb would take it."""
         assert self._writer is not None
         transition = held.transition
-        target = transition.n_step_return
-        if transition.discount:
-            target += transition.discount * value
-        priority = abs(target - held.q_value) + self._priority_epsilon
+        priority = self._first_priority.priority(held.acted, transition.n_step_return, transition.discount, value)
         if not priority <= _MAX_PRIORITY:
             self._progress.refused_transitions += 1
             return
@@ -356,7 +345,8 @@ class Actor:
         figures["weights_epoch"], figures["weights_version"] = self._adopted
         if self._adopted_time_s:
             figures["weights_age_s"] = now_s - self._adopted_time_s
-        figures["epsilon_min"], figures["epsilon_max"] = float(self._epsilons.min()), float(self._epsilons.max())
+        epsilons = self._exploration.epsilons(self._progress.env_steps)
+        figures["epsilon_min"], figures["epsilon_max"] = float(epsilons.min()), float(epsilons.max())
         if self._probe is not None:
             figures["probe_transitions"] = self._probe.held_out
         figures.update(self._writer.counters)

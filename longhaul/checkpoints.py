@@ -19,6 +19,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from longhaul import codec, networks
+from longhaul import config as config_lib
 from longhaul.dqn import TrainState
 from longhaul.errors import Corruption, MismatchError
 from longhaul.types import ExperienceSpec
@@ -26,8 +27,11 @@ from longhaul.types import ExperienceSpec
 _PARTIAL_SUFFIX = ".partial"
 # Room for what a checkpoint holds besides arrays.
 _SPACE_MARGIN_BYTES = 2**17
-# What of config.agent decides the network's shape.
-_NETWORK_FIELDS = ("network", "hidden", "dueling")
+# What of config.agent decides the network's shape, and what its outputs are trained to be.
+_NETWORK_FIELDS = (
+    *("network", "hidden", "dueling", "noisy_sigma", "distribution", "atoms", "v_min", "v_max"),
+    *("double", "munchausen_alpha", "munchausen_temperature", "munchausen_clip", "reward_scale", "value_rescaling"),
+)
 
 
 class Progress(NamedTuple):
@@ -161,10 +165,11 @@ def restore(
     except (KeyError, TypeError) as error:
         raise Corruption(f"{path}/meta.json is damaged ({error!r}): remove {path}") from error
     differences = spec.differences(saved_spec)
-    network = _network_fields(config)
+    network, defaults = _network_fields(config), _network_fields(config_lib.default())
     for field in _NETWORK_FIELDS:
-        if network[field] != saved_network.get(field):
-            differences.append(f"config.agent.{field}: {network[field]} != {saved_network.get(field)}")
+        saved = saved_network.get(field, defaults[field])  # absent from checkpoints older than the field
+        if network[field] != saved:
+            differences.append(f"config.agent.{field}: {network[field]} != {saved}")
     wanted = _shape_texts(template)
     if not differences:
         for key in sorted(wanted.keys() | saved_arrays.keys()):

@@ -13,7 +13,8 @@ from ml_collections import config_dict
 from longhaul.errors import ConfigError
 
 AUTORESET_MODES = ("next_step", "same_step", "disabled")
-NETWORKS = ("auto", "mlp", "nature", "minatar")
+NETWORKS = ("auto", "mlp", "nature", "impala", "minatar")
+DISTRIBUTIONS = ("none", "c51", "qr")
 
 
 def default() -> config_dict.ConfigDict:
@@ -41,6 +42,7 @@ def default() -> config_dict.ConfigDict:
             num_actors=2,  # actor processes at the site: the epsilon ladder's length is num_actors * num_envs
             epsilon=0.4,  # base of the ladder epsilon^(1 + i*alpha/(N-1)) (Horgan et al. 2018)
             epsilon_alpha=7.0,
+            epsilon_decay_steps=0,  # of an actor, over which all its epsilons fall in a line from 1; 0: the ladder
             max_pending_items=256,  # transitions written and not yet confirmed, per actor
             write_timeout_s=5.0,  # how long a full pipe may hold an actor before transitions are dropped
             max_env_failures=5,  # consecutive failures of an environment before the actor gives up
@@ -50,11 +52,21 @@ def default() -> config_dict.ConfigDict:
         agent=dict(
             n_step=3,
             gamma=0.99,  # discount per step
-            network="auto",  # "mlp" for vectors, "nature" or "minatar" (small) for images, "auto" goes by the shape
+            network="auto",  # one of NETWORKS ("auto" goes by the rows' shape), or your own as "module:Class"
             hidden=(256, 256),  # widths of the MLP's hidden layers; a CNN's dense layer takes the last
             dueling=True,
             double=True,
-            huber_delta=1.0,  # 0: squared error
+            huber_delta=1.0,  # 0: squared error; without distribution and for "qr"
+            distribution="none",  # "c51" (Bellemare et al. 2017) or "qr" (Dabney et al. 2018) learns distributions
+            atoms=51,  # of a distribution: C51's atoms or QR-DQN's quantiles (200 there)
+            v_min=-10.0,  # C51's lowest atom, a return as the network has it (scaled, rescaled)
+            v_max=10.0,  # C51's highest atom
+            noisy_sigma=0.0,  # initial noise of noisy layers (0.5 in Fortunato et al. 2018); 0: plain layers
+            munchausen_alpha=0.0,  # share of the log-policy added to the return (0.9 in Vieillard et al. 2020); 0: none
+            munchausen_temperature=0.03,  # of the softmax policy
+            munchausen_clip=-1.0,  # the log-policy, times the temperature, is cut there
+            reward_scale=1.0,  # returns are multiplied by it where they are learned from
+            value_rescaling=False,  # values are R2D2's h of returns (Kapturowski et al. 2019)
         ),
         replay=dict(
             capacity=100_000,  # transitions
@@ -131,6 +143,10 @@ def _one_of(*allowed: str) -> Callable[[Any], bool]:
     return lambda x: x in allowed
 
 
+def _is_network(x: Any) -> bool:
+    return x in NETWORKS or (len(x.split(":")) == 2 and all(x.split(":")))
+
+
 # field -> (test, what it must be)
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "env.num_envs": (_positive, "at least 1"),
@@ -144,6 +160,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "actor.num_actors": (_positive, "at least 1"),
     "actor.epsilon": (_unit, "from 0 to 1"),
     "actor.epsilon_alpha": (_not_negative, "0 or more"),
+    "actor.epsilon_decay_steps": (_not_negative, "0 (the ladder) or more"),
     "actor.max_pending_items": (_positive, "at least 1"),
     "actor.write_timeout_s": (_positive, "more than 0"),
     "actor.max_env_failures": (_positive, "at least 1"),
@@ -151,9 +168,18 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "actor.probe_share": (lambda x: 0 <= x < 1, "from 0 (none) to less than 1"),
     "agent.n_step": (lambda x: 1 <= x <= 100, "from 1 to 100"),
     "agent.gamma": (_unit, "from 0 to 1"),
-    "agent.network": (_one_of(*NETWORKS), f"one of {NETWORKS}"),
+    "agent.network": (_is_network, f"one of {NETWORKS}, or 'module:Class'"),
     "agent.hidden": (lambda x: len(x) > 0 and all(w > 0 for w in x), "one positive width or more"),
     "agent.huber_delta": (_not_negative, "0 or more"),
+    "agent.distribution": (_one_of(*DISTRIBUTIONS), f"one of {DISTRIBUTIONS}"),
+    "agent.atoms": (lambda x: 2 <= x <= 1_000, "from 2 to 1000"),
+    "agent.v_min": (math.isfinite, "finite"),
+    "agent.v_max": (math.isfinite, "finite"),
+    "agent.noisy_sigma": (_not_negative, "0 (plain layers) or more"),
+    "agent.munchausen_alpha": (_unit, "from 0 (none) to 1"),
+    "agent.munchausen_temperature": (_positive, "more than 0"),
+    "agent.munchausen_clip": (lambda x: x <= 0, "0 or less"),
+    "agent.reward_scale": (lambda x: 0 < x < math.inf, "more than 0 and finite"),
     "replay.capacity": (_positive, "at least 1"),
     "replay.min_size": (_positive, "at least 1"),
     "replay.priority_exponent": (_unit, "from 0 to 1"),
@@ -202,6 +228,11 @@ def validate(config: config_dict.ConfigDict) -> None:
             value = value[part]
         if not _holds(test, value):
             raise ConfigError(f"config.{path} is {value!r}, and must be {must_be}")
+    if config.agent.distribution == "c51" and not config.agent.v_min < config.agent.v_max:
+        raise ConfigError(
+            f"config.agent.v_min is {config.agent.v_min}, and must be less than config.agent.v_max "
+            f"({config.agent.v_max}): C51's atoms lie between them"
+        )
     if config.replay.min_size > config.replay.capacity:
         raise ConfigError(
             f"config.replay.min_size is {config.replay.min_size}, more than config.replay.capacity "

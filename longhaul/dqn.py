@@ -1,21 +1,30 @@
 """The mathematics of deep Q-learning from prioritized replay.
 
 Pure functions on one example, `jax.vmap`ped by the caller, and one update step made of them. Names carry time:
-`tm1` is the state acted in, `t` the state bootstrapped from, n steps later.
+`tm1` is the state acted in, `t` the state bootstrapped from, n steps later. What differs between scalar and
+distributional values is distributions.py's.
 
 Sources: double Q-learning, van Hasselt et al. 2016; prioritized replay, Schaul et al. 2016; n-step returns and
-priorities as in "Distributed Prioritized Experience Replay" (Horgan et al. 2018).
+priorities as in "Distributed Prioritized Experience Replay" (Horgan et al. 2018); the Munchausen term, Vieillard et al.
+2020.
+
+A priority is the difference of means, |E[target] - q(s_tm1, a_tm1)|, for distributions too. Rainbow (Hessel et al.
+2018) takes the loss there; but the first priority is an actor's, who as in Horgan et al. knows values alone, and both
+must be on one scale.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from ml_collections import config_dict
 
+from longhaul.distributions import SoftPolicy, soft_policy
+from longhaul.heads import NOISE
+from longhaul.networks import QNetwork
+from longhaul.rescaling import unscale
 from longhaul.types import Params
 
 # Below this a float32 is subnormal, and devices may read it as zero.
@@ -66,50 +75,12 @@ METRICS = ("loss", "loss_unweighted", "mean_abs_td", "grad_norm", "mean_q", "bet
 Update = Callable[[TrainState, jax.Array, Minibatch], tuple[TrainState, jax.Array, dict[str, jax.Array]]]
 
 
-def q_target(q_t: jax.Array, r_t: jax.Array, discount_t: jax.Array) -> jax.Array:
-    """Q-learning's target r + discount * max_a q(s_t, a).
+def munchausen_bonus(policy_tm1: SoftPolicy, a_tm1: jax.Array, alpha: float, clip: float) -> jax.Array:
+    """Returns what is added to the return: alpha * clip(temperature * log pi(a_tm1 | s_tm1), `clip`, 0), [].
 
-    Args:
-      q_t: [A], the target network's values at the bootstrap state.
-      r_t: [], n-step return.
-      discount_t: [], gamma^k, or 0 after termination.
-
-    Returns:
-      [], never differentiated through.
+    Vieillard et al. 2020, section 3. Of n steps only the first gets it: the states between do not travel.
     """
-    return jax.lax.stop_gradient(r_t + discount_t * jnp.max(q_t))
-
-
-def double_q_target(q_t: jax.Array, q_t_selector: jax.Array, r_t: jax.Array, discount_t: jax.Array) -> jax.Array:
-    """Double Q-learning's target r + discount * q(s_t, argmax_a selector(s_t, a)).
-
-    Args:
-      q_t: [A], the target network's values at the bootstrap state.
-      q_t_selector: [A], the online network's values there.
-      r_t: [], n-step return.
-      discount_t: [], gamma^k, or 0 after termination.
-
-    Returns:
-      [], never differentiated through.
-    """
-    return jax.lax.stop_gradient(r_t + discount_t * q_t[jnp.argmax(q_t_selector)])
-
-
-def td_error(q_tm1: jax.Array, a_tm1: jax.Array, target_tm1: jax.Array) -> jax.Array:
-    """Returns target - q(s_tm1, a_tm1), [] from [A], [] and []."""
-    return target_tm1 - q_tm1[a_tm1]
-
-
-def huber_loss(error: jax.Array, delta: float) -> jax.Array:
-    """Huber's loss: e^2/2 within `delta` of zero, delta * (|e| - delta/2) beyond.
-
-    With `delta` 0 it is half the squared error everywhere, so that no setting changes the gradient near zero.
-    """
-    if delta == 0:
-        return 0.5 * jnp.square(error)
-    size = jnp.abs(error)
-    inner = jnp.minimum(size, delta)
-    return 0.5 * jnp.square(inner) + delta * (size - inner)
+    return alpha * jnp.clip(policy_tm1.scaled_logs[a_tm1], clip, 0.0)
 
 
 def importance_weights(probabilities: jax.Array, beta: jax.Array) -> jax.Array:
@@ -182,49 +153,113 @@ def _select(chosen: jax.Array, if_true: Params, if_false: Params) -> Params:
     return jax.tree_util.tree_map(lambda a, b: jnp.where(chosen, a, b), if_true, if_false)
 
 
-class _LossAux(NamedTuple):
-    """What the loss computes besides itself: TD errors [B], the loss without weights [], mean Q at s_tm1 []."""
+class LossAux(NamedTuple):
+    """What the loss computes besides itself.
+
+    Attributes:
+      errors: float32 [B], means of the targets minus values.
+      losses: float32 [B], without importance weights.
+      mean_q: float32 [], mean value at s_tm1.
+    """
 
     errors: jax.Array
-    loss_unweighted: jax.Array
+    losses: jax.Array
     mean_q: jax.Array
 
 
-_Loss = Callable[[Params, Params, jax.Array, Minibatch, jax.Array], tuple[jax.Array, _LossAux]]
+class Loss(Protocol):
+    """`(params, target_params, rows, minibatch, weights, key) -> (loss, aux)`, to be differentiated by params."""
+
+    def __call__(
+        self,
+        params: Params,
+        target_params: Params,
+        rows: jax.Array,
+        minibatch: Minibatch,
+        weights: jax.Array,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LossAux]: ...
 
 
-def make_loss(network: nn.Module, config: config_dict.ConfigDict) -> _Loss:
-    """Returns `(params, target_params, rows, minibatch, weights) -> (loss, aux)`, to be differentiated by params.
+_Targets = Callable[[Params, Params, jax.Array, Minibatch, list[Any]], jax.Array]
 
-    Rows are [B, 2*stack, *row_shape], the observation's then the bootstrap state's; weights float32 [B]. The loss is
-    the mean of weighted Huber losses.
-    """
-    double, delta = bool(config.agent.double), float(config.agent.huber_delta)
-    q_values: Callable[[Params, jax.Array], Any] = network.apply
 
-    def loss(
-        params: Params, target_params: Params, rows: jax.Array, minibatch: Minibatch, weights: jax.Array
-    ) -> tuple[jax.Array, _LossAux]:
+def _make_targets(network: QNetwork, config: config_dict.ConfigDict) -> _Targets:
+    """Returns `(params, target_params, rows, minibatch, three keys) -> targets`, [B] or [B, N]."""
+    agent, form, outputs = config.agent, network.distribution, _make_outputs(network)
+    double, reward_scale = bool(agent.double), float(agent.reward_scale)
+    alpha, clip = float(agent.munchausen_alpha), float(agent.munchausen_clip)
+
+    def soft(outputs_at: jax.Array) -> SoftPolicy:
+        values = form.values(outputs_at)
+        return soft_policy(unscale(values) if form.rescaled else values, float(agent.munchausen_temperature))
+
+    def targets(
+        params: Params, target_params: Params, rows: jax.Array, minibatch: Minibatch, keys: list[Any]
+    ) -> jax.Array:
         stack = rows.shape[1] // 2
         rows_tm1, rows_t = rows[:, :stack], rows[:, stack:]
-        q_t = q_values(target_params, rows_t)
-        if double:
-            selector = q_values(jax.lax.stop_gradient(params), rows_t)
-            target_tm1 = jax.vmap(double_q_target)(q_t, selector, minibatch.returns, minibatch.discounts)
-        else:
-            target_tm1 = jax.vmap(q_target)(q_t, minibatch.returns, minibatch.discounts)
-        q_tm1 = q_values(params, rows_tm1)
-        errors = jax.vmap(td_error)(q_tm1, minibatch.actions, target_tm1)
-        losses = huber_loss(errors, delta)
-        return jnp.mean(weights * losses), _LossAux(errors, jnp.mean(losses), jnp.mean(q_tm1))
+        returns = minibatch.returns if reward_scale == 1 else minibatch.returns * reward_scale
+        outputs_t = outputs(target_params, rows_t, keys[0])
+        if alpha > 0:
+            policy_tm1 = jax.vmap(soft)(outputs(target_params, rows_tm1, keys[1]))
+            bonus = jax.vmap(lambda policy, a: munchausen_bonus(policy, a, alpha, clip))(policy_tm1, minibatch.actions)
+            policy_t = jax.vmap(soft)(outputs_t)
+            return jax.vmap(form.soft_target)(outputs_t, policy_t, returns + bonus, minibatch.discounts)
+        selector = outputs(params, rows_t, keys[2]) if double else outputs_t
+        a_t = jnp.argmax(form.values(selector), axis=-1)
+        return jax.vmap(form.greedy_target)(outputs_t, a_t, returns, minibatch.discounts)
+
+    return targets
+
+
+def _make_outputs(network: QNetwork) -> Callable[[Params, jax.Array, jax.Array | None], jax.Array]:
+    """Returns `(params, rows, key) -> outputs`; without noise if the key is None."""
+
+    def outputs(params: Params, rows: jax.Array, key: jax.Array | None) -> jax.Array:
+        rngs = None if key is None else {NOISE: key}
+        found: Any = network.apply(params, rows, rngs=rngs, method="outputs")
+        return found
+
+    return outputs
+
+
+def make_loss(network: QNetwork, config: config_dict.ConfigDict) -> Loss:
+    """Returns the loss: the mean of weighted losses of the distribution (Huber's for scalars).
+
+    Rows are [B, 2*stack, *row_shape], the observation's then the bootstrap state's; weights float32 [B]. With a key,
+    noisy layers have noise, drawn apart for each of the networks' calls (Fortunato et al. 2018, section 3.1).
+
+    Double Q-learning has the online network choose the action that the target network values. Under Munchausen nothing
+    is maximised, and both policies are the target network's, so that `double` plays no part.
+    """
+    form, outputs, make_targets = network.distribution, _make_outputs(network), _make_targets(network, config)
+
+    def loss(
+        params: Params,
+        target_params: Params,
+        rows: jax.Array,
+        minibatch: Minibatch,
+        weights: jax.Array,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, LossAux]:
+        online_key, *keys = [None] * 4 if key is None else jax.random.split(key, 4)
+        targets = jax.lax.stop_gradient(make_targets(params, target_params, rows, minibatch, keys))
+        outputs_tm1 = outputs(params, rows[:, : rows.shape[1] // 2], online_key)
+        chosen = jax.vmap(lambda each, action: each[action])(outputs_tm1, minibatch.actions)
+        values = form.values(outputs_tm1)
+        value = jax.vmap(lambda each, action: each[action])(values, minibatch.actions)
+        errors = jax.vmap(form.mean)(targets) - jax.lax.stop_gradient(value)
+        losses = jax.vmap(form.loss)(chosen, targets)
+        return jnp.mean(weights * losses), LossAux(errors, losses, jnp.mean(values))
 
     return loss
 
 
-def make_update(network: nn.Module, optimizer: optax.GradientTransformation, config: config_dict.ConfigDict) -> Update:
+def make_update(network: QNetwork, optimizer: optax.GradientTransformation, config: config_dict.ConfigDict) -> Update:
     """Returns the update step `(state, cache, minibatch) -> (state, priorities, metrics)`, to be jitted.
 
-    The step gathers the minibatch's rows from the cache ([capacity, *row_shape]), minimises the weighted Huber loss
+    The step gathers the minibatch's rows from the cache ([capacity, *row_shape]), minimises the weighted loss
     by one optimizer step, moves the target network, and returns the new priorities (float32 [B]). Is the loss or a
     gradient not finite, then nothing but the counters changes. Metrics are float32 [], named by METRICS; applied and
     target_moved are 0 or 1.
@@ -233,6 +268,7 @@ def make_update(network: nn.Module, optimizer: optax.GradientTransformation, con
     replay, epsilon = config.replay, float(config.replay.priority_epsilon)
     beta_start, beta_end, beta_updates = float(replay.beta_start), float(replay.beta_end), int(replay.beta_updates)
     period, tau = int(config.learner.target_period_updates), float(config.learner.target_tau)
+    noisy = config.agent.noisy_sigma > 0
 
     def update(
         state: TrainState, cache: jax.Array, minibatch: Minibatch
@@ -240,7 +276,8 @@ def make_update(network: nn.Module, optimizer: optax.GradientTransformation, con
         rows = cache.at[minibatch.slots].get(mode="promise_in_bounds")
         beta = linear_beta(state.updates, beta_start, beta_end, beta_updates)
         weights = importance_weights(minibatch.probabilities, beta)
-        (loss, aux), grads = loss_and_grad(state.params, state.target_params, rows, minibatch, weights)
+        key = jax.random.fold_in(state.rng, state.updates) if noisy else None
+        (loss, aux), grads = loss_and_grad(state.params, state.target_params, rows, minibatch, weights, key)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
@@ -261,7 +298,7 @@ def make_update(network: nn.Module, optimizer: optax.GradientTransformation, con
         )
         metrics = {
             "loss": loss,
-            "loss_unweighted": aux.loss_unweighted,
+            "loss_unweighted": jnp.mean(aux.losses),
             "mean_abs_td": jnp.mean(jnp.abs(aux.errors)),
             "grad_norm": grad_norm,
             "mean_q": aux.mean_q,

@@ -23,15 +23,15 @@ def make_score(spec: ExperienceSpec, config: config_dict.ConfigDict) -> ScoreRow
     """Returns `(params, rows, minibatch) -> (priorities, losses)`, to be jitted.
 
     Rows are [N, 2*stack, *row_shape]; the minibatch's slots and probabilities are not read. Priorities are float32
-    [N], |TD error| + config.replay.priority_epsilon; losses float32 [N], Huber's, without importance weights.
+    [N], |TD error| + config.replay.priority_epsilon; losses float32 [N], the learner's, without importance weights.
     """
     loss = dqn.make_loss(networks.make_network(spec, config), config)
-    epsilon, delta = float(config.replay.priority_epsilon), float(config.agent.huber_delta)
+    epsilon = float(config.replay.priority_epsilon)
 
     def score(params: Params, rows: jax.Array, minibatch: dqn.Minibatch) -> tuple[jax.Array, jax.Array]:
         weights = jnp.ones(minibatch.returns.shape, jnp.float32)
         _, aux = loss(params, params, rows, minibatch, weights)
-        return dqn.priorities(aux.errors, epsilon), dqn.huber_loss(aux.errors, delta)
+        return dqn.priorities(aux.errors, epsilon), aux.losses
 
     return score
 

@@ -268,15 +268,6 @@ def test_random_and_greedy_actions_are_legal_whatever_the_start(start):
         assert {t.action for _, t, _, _ in run.writer.transitions} <= {0, 1, 2}
 
 
-def test_the_ladder_is_that_of_ape_x():
-    # 0.4^(1 + 7 i/(N-1)), worked by hand for N = 8: exponents 1, 2, ... 8.
-    ladder = [actor_lib.epsilon_ladder(i, 8, 0.4, 7.0) for i in range(8)]
-    assert ladder == pytest.approx([0.4, 0.16, 0.064, 0.0256, 0.01024, 0.004096, 0.0016384, 0.00065536])
-    assert actor_lib.epsilon_ladder(0, 1, 0.4, 7.0) == 0.4
-    assert actor_lib.epsilon_ladder(3, 8, 0.4, 0.0) == 0.4
-    assert actor_lib.epsilon_ladder(0, 8, 0.0, 7.0) == 0.0
-
-
 def test_an_actor_takes_its_own_part_of_the_ladder():
     config = _config(num_envs=4)
     figures = _run(config, acts=2, actor_index=1).metrics.lines[-1][1]

@@ -125,6 +125,12 @@ def test_a_full_disk_is_one_os_error_and_keeps_what_was_there(tmp_path, caplog, 
         ({}, {"agent.dueling": False}, "config.agent.dueling: False != True"),
         ({}, {"agent.hidden": (8, 8)}, "config.agent.hidden: [8, 8] != [8]"),
         ({}, {"agent.network": "mlp"}, "config.agent.network: mlp != auto"),
+        ({}, {"agent.distribution": "qr"}, "config.agent.distribution: qr != none"),
+        ({}, {"agent.noisy_sigma": 0.5}, "config.agent.noisy_sigma: 0.5 != 0.0"),
+        ({}, {"agent.value_rescaling": True}, "config.agent.value_rescaling: True != False"),
+        ({}, {"agent.reward_scale": 2.0}, "config.agent.reward_scale: 2.0 != 1.0"),
+        ({}, {"agent.munchausen_alpha": 0.9}, "config.agent.munchausen_alpha: 0.9 != 0.0"),
+        ({}, {"agent.double": False}, "config.agent.double: False != True"),
     ],
 )
 def test_another_experience_or_network_is_refused_by_name(tmp_path, spec_change, settings, says):
@@ -134,6 +140,18 @@ def test_another_experience_or_network_is_refused_by_name(tmp_path, spec_change,
     with pytest.raises(MismatchError) as refused:
         checkpoints.restore(tmp_path, make_state(config), spec, config)
     assert says in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+def test_a_checkpoint_older_than_a_setting_was_made_without_it(tmp_path):
+    path = save(tmp_path, 10) / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["network"] = {field: meta["network"][field] for field in ("network", "hidden", "dueling")}
+    path.write_text(json.dumps(meta))
+    config = make_config()
+    assert checkpoints.restore(tmp_path, make_state(config), SPEC, config) is not None
+    other = make_config(**{"agent.value_rescaling": True})
+    with pytest.raises(MismatchError, match=r"value_rescaling: True != False"):
+        checkpoints.restore(tmp_path, make_state(other), SPEC, other)
 
 
 def test_clipping_can_be_switched_off_on_the_way(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 
 from longhaul import dqn, networks
 from longhaul.config import default
+from longhaul.distributions import SoftPolicy
+from longhaul.rescaling import rescale, unscale
 from longhaul.types import ExperienceSpec
 from tests.strict_jax import strict  # noqa: F401 (a fixture)
 
@@ -21,56 +23,6 @@ def f32(*values):
 
 def scalar(value):
     return jnp.float32(value)
-
-
-# ---- targets and errors
-
-
-@pytest.mark.parametrize(
-    "q_t, selector, r, discount, plain, double",
-    [
-        # the selector picks action 1, worth 1; the target network alone would pick action 0, worth 4
-        ((4.0, 1.0), (0.0, 2.0), 1.0, 0.5, 3.0, 1.5),
-        # both pick the same
-        ((4.0, 1.0), (3.0, 2.0), 1.0, 0.5, 3.0, 3.0),
-        # termination: no bootstrap
-        ((4.0, 1.0), (0.0, 2.0), -2.0, 0.0, -2.0, -2.0),
-        # three steps summed at gamma 0.9: r is the n-step return, the discount 0.729
-        ((10.0, 20.0, 0.0), (1.0, 0.0, 0.0), 2.71, 0.729, 17.29, 10.0),
-        # negative values, first of equals
-        ((-3.0, -1.0), (5.0, 5.0), 0.0, 1.0, -1.0, -3.0),
-    ],
-)
-def test_targets_by_hand(q_t, selector, r, discount, plain, double):
-    args = scalar(r), scalar(discount)
-    np.testing.assert_allclose(dqn.q_target(f32(*q_t), *args), plain, rtol=1e-6)
-    np.testing.assert_allclose(dqn.double_q_target(f32(*q_t), f32(*selector), *args), double, rtol=1e-6)
-
-
-def test_targets_are_not_differentiated_through():
-    grad = jax.grad(
-        lambda q: dqn.q_target(q, scalar(1), scalar(0.5)) + dqn.double_q_target(q, q, scalar(1), scalar(0.5))
-    )
-    np.testing.assert_array_equal(grad(f32(1, 2)), [0, 0])
-
-
-def test_td_error_is_target_minus_the_value_of_the_action_taken():
-    assert dqn.td_error(f32(1.0, 5.0), jnp.int32(1), scalar(3.5)) == -1.5
-    assert dqn.td_error(f32(1.0, 5.0), jnp.int32(0), scalar(3.5)) == 2.5
-
-
-@pytest.mark.parametrize(
-    "delta, errors, losses, slopes",
-    [
-        (1.0, (0.0, 0.5, -0.5, 1.0, 3.0, -3.0), (0.0, 0.125, 0.125, 0.5, 2.5, 2.5), (0.0, 0.5, -0.5, 1.0, 1.0, -1.0)),
-        (2.0, (1.0, 2.0, -4.0), (0.5, 2.0, 6.0), (1.0, 2.0, -2.0)),
-        (0.0, (0.0, 0.5, -3.0), (0.0, 0.125, 4.5), (0.0, 0.5, -3.0)),
-    ],
-)
-def test_huber_by_hand_and_delta_zero_is_half_the_square(delta, errors, losses, slopes):
-    np.testing.assert_allclose(dqn.huber_loss(f32(*errors), delta), losses)
-    slope = jax.vmap(jax.grad(lambda e: dqn.huber_loss(e, delta)))(f32(*errors))
-    np.testing.assert_allclose(slope, slopes)
 
 
 # ---- prioritized replay
@@ -116,6 +68,18 @@ def test_beta_goes_in_a_line_and_stays(updates, beta):
 def test_priorities_are_of_the_raw_error_and_a_non_finite_one_gets_the_smallest():
     errors = f32(0.0, 2.5, -2.5, np.nan, np.inf, -np.inf)
     np.testing.assert_allclose(dqn.priorities(errors, 0.01), (0.01, 2.51, 2.51, 0.01, 0.01, 0.01), rtol=1e-6)
+
+
+# ---- the Munchausen term
+
+
+@pytest.mark.parametrize(
+    "scaled_logs, action, bonus",
+    [((-0.5, -0.25), 0, -0.45), ((-0.5, -0.25), 1, -0.225), ((-7.0, 0.0), 0, -0.9), ((-7.0, 0.0), 1, 0.0)],
+)
+def test_the_munchausen_bonus_by_hand(scaled_logs, action, bonus):
+    policy = SoftPolicy(f32(0.5, 0.5), f32(*scaled_logs))
+    np.testing.assert_allclose(dqn.munchausen_bonus(policy, jnp.int32(action), 0.9, -1.0), bonus, rtol=1e-6)
 
 
 # ---- the target network
@@ -165,6 +129,14 @@ class Harness:
         return np.asarray(self.network.apply(params, jnp.array(CACHE[slots][:, None])))
 
 
+def unlike(harness):
+    """Weights of a target network that prefers other actions than the online one, so that double learning matters."""
+    slots = np.asarray(harness.minibatch.slots)[:, 1]
+    preferred = harness.q(harness.state.params, slots).argmax(1)
+    candidates = (networks.init_params(harness.network, SPEC, seed) for seed in range(1, 50))
+    return next(params for params in candidates if (harness.q(params, slots).argmax(1) != preferred).any())
+
+
 def same(a, b):
     leaves = zip(jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b))
     return all(np.array_equal(x, y) for x, y in leaves)
@@ -173,8 +145,7 @@ def same(a, b):
 @pytest.mark.parametrize("double", [True, False])
 def test_an_update_agrees_with_numpy_in_errors_loss_weights_and_priorities(double):
     h = Harness(**{"agent.double": double, "replay.beta_start": 0.5, "replay.priority_epsilon": 0.125})
-    # A target network unlike the online one, so that the two rules differ.
-    other = networks.init_params(h.network, SPEC, 7)
+    other = unlike(h)
     h.state = h.state._replace(target_params=other)
     before, priorities, metrics = h.step()
     slots = np.asarray(h.minibatch.slots)
@@ -202,13 +173,144 @@ def test_priorities_do_not_feed_on_importance_weights():
     assert metrics["loss_unweighted"] == other_metrics["loss_unweighted"]
 
 
-@pytest.mark.parametrize("field, value", [("agent.huber_delta", 0.0), ("agent.double", False)])
-def test_a_setting_changes_the_loss(field, value):
+C51 = {"agent.distribution": "c51", "agent.atoms": 21}
+QR = {"agent.distribution": "qr", "agent.atoms": 8}
+MUNCHAUSEN = {"agent.munchausen_alpha": 0.9}
+NOISY = {"agent.noisy_sigma": 0.5}
+
+
+@pytest.mark.parametrize(
+    "base, field, value",
+    [
+        ({}, "agent.huber_delta", 0.0),
+        ({}, "agent.double", False),
+        ({}, "agent.distribution", "c51"),
+        ({}, "agent.distribution", "qr"),
+        ({}, "agent.noisy_sigma", 0.5),
+        ({}, "agent.munchausen_alpha", 0.9),
+        ({}, "agent.reward_scale", 0.5),
+        ({}, "agent.value_rescaling", True),
+        (QR, "agent.atoms", 9),
+        (QR, "agent.huber_delta", 0.1),
+        (QR, "agent.double", False),
+        (QR, "agent.munchausen_alpha", 0.9),
+        (QR, "agent.value_rescaling", True),
+        (C51, "agent.atoms", 22),
+        (C51, "agent.v_min", -5.0),
+        (C51, "agent.v_max", 5.0),
+        (C51, "agent.double", False),
+        (C51, "agent.munchausen_alpha", 0.9),
+        (C51, "agent.value_rescaling", True),
+        (NOISY, "agent.noisy_sigma", 0.25),
+        (MUNCHAUSEN, "agent.munchausen_temperature", 0.5),
+        (MUNCHAUSEN, "agent.munchausen_clip", -0.001),
+        (MUNCHAUSEN, "agent.value_rescaling", True),
+    ],
+)
+def test_a_setting_changes_the_loss(base, field, value):
     losses = []
-    for harness in (Harness(), Harness(**{field: value})):
-        harness.state = harness.state._replace(target_params=networks.init_params(harness.network, SPEC, 7))
+    for harness in (Harness(**base), Harness(**base | {field: value})):
+        harness.state = harness.state._replace(target_params=unlike(harness))
         losses.append(harness.step()[2]["loss"])
     assert losses[0] != losses[1]
+
+
+def numpy_soft_policy(q, temperature):
+    logits = (q - q.max(1, keepdims=True)) / temperature
+    logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    return np.exp(logs), temperature * logs
+
+
+@pytest.mark.parametrize("rescaled", [False, True])
+@pytest.mark.parametrize("double", [False, True])
+def test_a_munchausen_update_agrees_with_numpy_and_double_plays_no_part(rescaled, double):
+    settings = {"agent.munchausen_temperature": 0.3, "agent.value_rescaling": rescaled, "agent.double": double}
+    h = Harness(**MUNCHAUSEN, **settings, **{"agent.reward_scale": 0.5, "replay.priority_epsilon": 0.125})
+    other = unlike(h)
+    h.state = h.state._replace(target_params=other)
+    before, priorities, _ = h.step()
+    slots, actions = np.asarray(h.minibatch.slots), np.asarray(h.minibatch.actions)
+    of_returns, of_values = (rescale, unscale) if rescaled else (lambda x: x, lambda x: x)
+    q_t, target_q_tm1 = of_values(h.q(other, slots[:, 1])), of_values(h.q(other, slots[:, 0]))
+    (pi, logs_t), (_, logs_tm1) = numpy_soft_policy(q_t, 0.3), numpy_soft_policy(target_q_tm1, 0.3)
+    bonus = 0.9 * np.clip(logs_tm1[np.arange(BATCH), actions], -1, 0)
+    returns = 0.5 * np.asarray(h.minibatch.returns) + bonus
+    target = of_returns(returns + np.asarray(h.minibatch.discounts) * (pi * (q_t - logs_t)).sum(1))
+    errors = target - h.q(before.params, slots[:, 0])[np.arange(BATCH), actions]
+    np.testing.assert_allclose(priorities, np.abs(errors) + 0.125, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [C51, QR], ids=["c51", "qr"])
+def test_a_distributions_priority_is_the_difference_of_means(settings):
+    h = Harness(**settings, **{"replay.priority_epsilon": 0.125})
+    before, priorities, metrics = h.step(discounts=f32(0, 0, 0, 0))
+    slots, actions = np.asarray(h.minibatch.slots), np.asarray(h.minibatch.actions)
+    errors = np.asarray(h.minibatch.returns) - h.q(before.params, slots[:, 0])[np.arange(BATCH), actions]
+    np.testing.assert_allclose(priorities, np.abs(errors) + 0.125, rtol=1e-4)
+    np.testing.assert_allclose(metrics["mean_abs_td"], np.abs(errors).mean(), rtol=1e-4)
+
+
+def test_double_learning_of_distributions_takes_the_online_networks_action():
+    h = Harness(**QR, **{"replay.priority_epsilon": 0.125})
+    other = unlike(h)
+    h.state = h.state._replace(target_params=other)
+    before, priorities, _ = h.step()
+    slots, actions = np.asarray(h.minibatch.slots), np.asarray(h.minibatch.actions)
+    q_tm1, q_t, selector = h.q(before.params, slots[:, 0]), h.q(other, slots[:, 1]), h.q(before.params, slots[:, 1])
+    assert (selector.argmax(1) != q_t.argmax(1)).any()
+    target = np.asarray(h.minibatch.returns) + np.asarray(h.minibatch.discounts) * q_t[range(BATCH), selector.argmax(1)]
+    np.testing.assert_allclose(priorities, np.abs(target - q_tm1[range(BATCH), actions]) + 0.125, rtol=1e-4)
+
+
+def test_noise_is_drawn_anew_at_each_update_and_apart_for_each_network():
+    h = Harness(**NOISY, **{"learner.learning_rate": 1e-9})
+    losses = {h.step()[2]["loss"] for _ in range(4)}
+    assert len(losses) == 4
+    again = Harness(**NOISY, **{"learner.learning_rate": 1e-9})
+    assert again.step()[2]["loss"] in losses
+    # The same state at both ends, one action at most to choose from, discount 1 and no reward: the error is the
+    # difference of two draws of noise, and would be zero if they were one.
+    slots = jnp.array([[0, 0], [2, 2], [3, 3], [4, 4]], jnp.int32)
+    _, _, metrics = h.step(slots=slots, returns=f32(0, 0, 0, 0), discounts=f32(1, 1, 1, 1))
+    assert metrics["mean_abs_td"] > 1e-3
+
+
+def primitives_of(harness):
+    """Names of all primitives of an update's program, inner programs' too."""
+    found = set()
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            found.add(equation.primitive.name)
+            for inner in jax.tree_util.tree_leaves(
+                list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+            ):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    walk(inner)
+
+    walk(jax.make_jaxpr(harness.update)(harness.state, jnp.array(CACHE), harness.minibatch).jaxpr)
+    return found
+
+
+def test_options_that_are_off_leave_nothing_in_the_program():
+    # Noise draws random bits, distributions and Munchausen have exponentials; Adam and beta have neither.
+    needed_by_options = {"random_bits", "threefry2x32", "exp", "log", "erf_inv"}
+    assert not primitives_of(Harness()) & needed_by_options
+    assert primitives_of(Harness(**NOISY)) & {"random_bits", "threefry2x32"}
+    for settings in (C51, MUNCHAUSEN):
+        assert {"exp", "log"} <= primitives_of(Harness(**settings))
+
+
+@pytest.mark.parametrize("dueling", [True, False])
+@pytest.mark.parametrize("distribution", [{}, C51, QR], ids=["none", "c51", "qr"])
+def test_all_options_together_fit_a_minibatch(distribution, dueling):
+    settings = {"agent.value_rescaling": True, "agent.dueling": dueling, "agent.reward_scale": 2.0}
+    h = Harness(**distribution, **MUNCHAUSEN, **NOISY, **settings, **{"learner.learning_rate": 1e-2})
+    terms = [h.step(discounts=f32(0, 0, 0, 0))[2] for _ in range(200)]
+    assert all(figures["applied"] for figures in terms)
+    first, last = (np.mean([figures["mean_abs_td"] for figures in part]) for part in (terms[:20], terms[-20:]))
+    assert last < 0.5 * first
 
 
 def test_clipping_bounds_the_gradient_that_adam_sees_and_zero_means_none():

@@ -98,6 +98,8 @@ def test_atari_games_are_whole_and_their_returns_raw():
     config = _config("ALE/Alien-v5", episodes=2, max_steps=60)
     config.env.stack = 4
     config.env.atari.update({"preprocess": True, "episodic_life": True, "clip_rewards": True})
-    result = _evaluate(config)
+    flat = codec.unpack_weights(_payload(config, 0.0))
+    flat["params/head/advantage/bias"][3] = 1.0  # always to the right, where there are dots
+    result = _evaluate(config, codec.pack_weights(flat, "float32"))
     assert result.returns.min() >= 10  # a dot pays ten
     assert result.lengths.shape == (2,)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from longhaul import codec, networks
+from longhaul import codec, networks, torsos
 from longhaul.config import default
 from longhaul.errors import ConfigError
 from longhaul.types import ExperienceSpec
@@ -40,19 +40,19 @@ def random_rows(spec, batch=5, seed=0):
 @pytest.mark.parametrize(
     "row_shape, row_dtype, stack, kind",
     [
-        ((4,), "float32", 1, networks.MLP),
-        ((7,), "uint8", 3, networks.MLP),
-        ((36, 36), "uint8", 4, networks.NatureCNN),
-        ((40, 36, 3), "uint8", 2, networks.NatureCNN),
-        ((36, 36, 1), "float32", 1, networks.NatureCNN),
-        ((10, 10, 4), "bool", 1, networks.MinAtarCNN),
-        ((35, 84), "uint8", 2, networks.MinAtarCNN),
+        ((4,), "float32", 1, torsos.MLP),
+        ((7,), "uint8", 3, torsos.MLP),
+        ((36, 36), "uint8", 4, torsos.NatureCNN),
+        ((40, 36, 3), "uint8", 2, torsos.NatureCNN),
+        ((36, 36, 1), "float32", 1, torsos.NatureCNN),
+        ((10, 10, 4), "bool", 1, torsos.MinAtarCNN),
+        ((35, 84), "uint8", 2, torsos.MinAtarCNN),
     ],
 )
 @pytest.mark.parametrize("dueling", [True, False])
 def test_auto_chooses_by_the_rank_of_a_row_and_gives_one_value_per_action(row_shape, row_dtype, stack, kind, dueling):
     spec, config = make_spec(row_shape, row_dtype, stack), make_config(dueling=dueling)
-    assert isinstance(networks.make_network(spec, config), kind)
+    assert isinstance(networks.make_network(spec, config).torso, kind)
     q = values_of(spec, config, random_rows(spec))
     assert q.shape == (5, 3) and q.dtype == np.float32 and np.isfinite(q).all()
 
@@ -63,10 +63,10 @@ def test_the_nature_network_has_the_layers_of_the_paper():
     flat = networks.flatten_params(networks.init_params(networks.make_network(spec, config), spec, 0))
     shapes = {path: leaf.shape for path, leaf in flat.items() if path.endswith("kernel")}
     assert shapes == {
-        "params/conv_0/kernel": (8, 8, 4, 32),
-        "params/conv_1/kernel": (4, 4, 32, 64),
-        "params/conv_2/kernel": (3, 3, 64, 64),
-        "params/dense/kernel": (7 * 7 * 64, 512),
+        "params/torso/conv_0/kernel": (8, 8, 4, 32),
+        "params/torso/conv_1/kernel": (4, 4, 32, 64),
+        "params/torso/conv_2/kernel": (3, 3, 64, 64),
+        "params/torso/dense/kernel": (7 * 7 * 64, 512),
         "params/head/q/kernel": (512, 6),
     }
 
@@ -77,8 +77,8 @@ def test_the_minatar_network_has_the_layers_of_the_paper():
     flat = networks.flatten_params(networks.init_params(networks.make_network(spec, config), spec, 0))
     shapes = {path: leaf.shape for path, leaf in flat.items() if path.endswith("kernel")}
     assert shapes == {
-        "params/conv/kernel": (3, 3, 7, 16),
-        "params/dense/kernel": (8 * 8 * 16, 128),
+        "params/torso/conv/kernel": (3, 3, 7, 16),
+        "params/torso/dense/kernel": (8 * 8 * 16, 128),
         "params/head/q/kernel": (128, 6),
     }
 
@@ -193,6 +193,53 @@ def test_flat_weights_share_no_memory_with_the_device():
     network = networks.make_network(spec, make_config())
     params = networks.init_params(network, spec, 0)
     flat = networks.flatten_params(params)
-    before = np.array(params["params"]["dense_0"]["kernel"])
-    flat["params/dense_0/kernel"][:] = 0
-    np.testing.assert_array_equal(params["params"]["dense_0"]["kernel"], before)
+    before = np.array(params["params"]["torso"]["dense_0"]["kernel"])
+    flat["params/torso/dense_0/kernel"][:] = 0
+    np.testing.assert_array_equal(params["params"]["torso"]["dense_0"]["kernel"], before)
+
+
+# ---- users' own torsos
+
+
+@pytest.mark.parametrize(
+    "agent", [{}, {"distribution": "qr", "atoms": 5}, {"noisy_sigma": 0.5, "dueling": False, "distribution": "c51"}]
+)
+def test_a_users_own_torso_works_with_every_head(agent):
+    spec = make_spec((4,), stack=2)
+    config = make_config(network="tests.own_torso:Good", **agent)
+    rows = random_rows(spec)
+    assert values_of(spec, config, rows).shape == (5, 3)
+    flat = networks.flatten_params(networks.init_params(networks.make_network(spec, config), spec, 0))
+    assert flat["params/torso/own/kernel"].shape == (4, 16)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("tests.no_such_module:Good", "can't be imported"),
+        ("tests.own_torso:Missing", "has no 'Missing'"),
+        ("tests.own_torso:NoField", "can't be made as NoField"),
+        ("tests.own_torso:not_a_module", "no Flax module"),
+        ("tests.own_torso:Unbatched", r"returns float32\[16\]"),
+        ("tests.own_torso:Half", r"returns float16\[2, 4\]"),
+        ("tests.own_torso:Normalised", "batch_stats"),
+        ("tests.own_torso:Images", r"fails on rows float32\[2, 1, 4\]: ValueError"),
+    ],
+)
+def test_a_torso_that_breaks_the_contract_is_refused_in_one_line(name, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        networks.make_network(make_spec((4,)), make_config(network=name))
+    assert "config.agent.network" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_impala_network_has_the_layers_of_the_paper():
+    spec = make_spec((84, 84), "uint8", stack=4, num_actions=6)
+    config = make_config(network="impala", hidden=(256,), dueling=False)
+    network = networks.make_network(spec, config)
+    shapes = jax.eval_shape(network.init, jax.random.PRNGKey(0), np.zeros((1, 4, 84, 84), np.uint8))["params"]
+    torso = {name: leaf["kernel"].shape for name, leaf in shapes["torso"].items()}
+    assert [torso[f"conv_{i}"] for i in range(3)] == [(3, 3, 4, 16), (3, 3, 16, 32), (3, 3, 32, 32)]
+    assert len(torso) == 1 + 3 * 5  # 15 convolutions and a dense layer
+    assert torso["dense"] == (11 * 11 * 32, 256)
+    small = make_spec((10, 10), "uint8")
+    assert values_of(small, config, random_rows(small)).shape == (5, 3)

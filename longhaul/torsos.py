@@ -1,0 +1,207 @@
+"""From stacked rows to features: the networks' lower parts, ours and users' own.
+
+A torso takes rows as replay holds them: scaling of uint8 is its business and nobody else's, so that actor, learner and
+evaluation can't differ. Ours are constructed as `Torso(hidden, noisy_sigma)`, with config.agent.hidden: a convolutional
+one takes the last width for its dense layer. Users' own are constructed as `Class(hidden=...)`, see `load_torso`.
+"""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from longhaul.errors import ConfigError
+from longhaul.heads import dense
+from longhaul.types import ExperienceSpec
+
+# (channels, kernel side, stride) of the Nature network's convolutions.
+NATURE_CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+# Channels of the IMPALA network's sections.
+IMPALA_CHANNELS = (16, 32, 32)
+# Channels and kernel side of MinAtar's one convolution, of stride 1.
+MINATAR_CHANNELS, MINATAR_KERNEL = 16, 3
+
+
+def to_float(rows: jax.Array) -> jax.Array:
+    """Returns rows as float32: uint8 scaled from 0..255 to 0..1, any other dtype by value (bool as 0 and 1)."""
+    if rows.dtype == jnp.uint8:
+        return rows.astype(jnp.float32) * jnp.float32(1 / 255)
+    return rows.astype(jnp.float32)
+
+
+def to_image(rows: jax.Array) -> jax.Array:
+    """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, H, W, stack] or [B, H, W, C*stack]."""
+    x = jnp.moveaxis(to_float(rows), 1, -1)
+    return x.reshape(*x.shape[:3], -1)
+
+
+class MLP(nn.Module):
+    """Fully connected layers over flattened rows.
+
+    Attributes:
+      hidden: their widths.
+      noisy_sigma: see `heads.dense`.
+    """
+
+    hidden: tuple[int, ...]
+    noisy_sigma: float = 0.0
+
+    @nn.compact
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        """[B, stack, *row_shape] of the row dtype -> float32 [B, hidden[-1]]."""
+        x = to_float(rows).reshape(rows.shape[0], -1)
+        for i, width in enumerate(self.hidden):
+            x = nn.relu(dense(width, self.noisy_sigma, f"dense_{i}")(x))
+        return x
+
+
+class NatureCNN(nn.Module):
+    """The convolutional network of "Human-level control through deep reinforcement learning" (Mnih et al. 2015).
+
+    Attributes:
+      hidden: the last is the dense layer's width, 512 in the paper.
+      noisy_sigma: of that layer, see `heads.dense`.
+    """
+
+    hidden: tuple[int, ...]
+    noisy_sigma: float = 0.0
+
+    @nn.compact
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        x = to_image(rows)
+        for i, (channels, kernel, stride) in enumerate(NATURE_CONVOLUTIONS):
+            x = nn.Conv(channels, (kernel, kernel), (stride, stride), padding="VALID", name=f"conv_{i}")(x)
+            x = nn.relu(x)
+        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(x.reshape(x.shape[0], -1)))
+
+
+class MinAtarCNN(nn.Module):
+    """The network of "MinAtar" (Young & Tian 2019) for 10x10 images: 16 filters of 3x3 and one dense layer.
+
+    Attributes:
+      hidden: the last is the dense layer's width, 128 in the paper.
+      noisy_sigma: of that layer, see `heads.dense`.
+    """
+
+    hidden: tuple[int, ...]
+    noisy_sigma: float = 0.0
+
+    @nn.compact
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        x = to_image(rows)
+        x = nn.relu(nn.Conv(MINATAR_CHANNELS, (MINATAR_KERNEL, MINATAR_KERNEL), padding="VALID", name="conv")(x))
+        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(x.reshape(x.shape[0], -1)))
+
+
+class ImpalaResNet(nn.Module):
+    """The deep network of "IMPALA" (Espeholt et al. 2018, figure 3, right), without its recurrent core.
+
+    Three sections: a convolution, a maximum pool of stride 2, two residual blocks of two convolutions; all 3x3.
+
+    Attributes:
+      hidden: the last is the dense layer's width, 256 in the paper.
+      noisy_sigma: of that layer, see `heads.dense`.
+    """
+
+    hidden: tuple[int, ...]
+    noisy_sigma: float = 0.0
+
+    @nn.compact
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        x = to_image(rows)
+        for i, channels in enumerate(IMPALA_CHANNELS):
+            x = nn.Conv(channels, (3, 3), name=f"conv_{i}")(x)
+            x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
+            for block in ("a", "b"):
+                y = nn.Conv(channels, (3, 3), name=f"conv_{i}{block}_0")(nn.relu(x))
+                x = x + nn.Conv(channels, (3, 3), name=f"conv_{i}{block}_1")(nn.relu(y))
+        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(nn.relu(x).reshape(x.shape[0], -1)))
+
+
+# Name -> class, and for images the smallest side that its convolutions take.
+TORSOS: dict[str, tuple[Any, int]] = {
+    "mlp": (MLP, 0),
+    "nature": (NatureCNN, 36),
+    "impala": (ImpalaResNet, 1),
+    "minatar": (MinAtarCNN, MINATAR_KERNEL),
+}
+
+
+def choose(row_shape: tuple[int, ...], name: str) -> str:
+    """Returns the torso for rows of a shape; `name` unless that is "auto".
+
+    `auto` takes the MLP for rows of one axis; for two (H, W) or three (H, W, C) the Nature CNN, or MinAtar's where a
+    side is too short for the Nature convolutions.
+
+    Raises:
+      ConfigError: the rows fit no torso, or not the one asked for.
+    """
+    if not 1 <= len(row_shape) <= 3 or 0 in row_shape:
+        raise ConfigError(
+            f"config.agent.network={name!r} has no network for rows of shape {row_shape}: vectors (d,) and images "
+            "(H, W) or (H, W, C) are known; name one of yours as 'module:Class'"
+        )
+    if name == "auto":
+        large = len(row_shape) > 1 and min(row_shape[:2]) >= TORSOS["nature"][1]
+        name = "nature" if large else "mlp" if len(row_shape) == 1 else "minatar"
+    min_side = TORSOS[name][1]
+    if min_side and len(row_shape) == 1:
+        raise ConfigError(
+            f"config.agent.network={name!r} needs images (H, W) or (H, W, C), and rows have shape {row_shape}: "
+            "use 'mlp'"
+        )
+    if min_side and min(row_shape[:2]) < min_side:
+        raise ConfigError(
+            f"config.agent.network={name!r} needs images of at least {min_side}x{min_side} pixels for its "
+            f"convolutions, and rows have shape {row_shape}: use 'auto', 'mlp' or larger images"
+        )
+    return name
+
+
+def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec) -> nn.Module:
+    """Makes a user's own torso, named by config.agent.network as "module:Class".
+
+    The class is a Flax module (flax.linen) with one field, `hidden: tuple[int, ...]` (config.agent.hidden, to be used
+    as it likes). It is called with rows [B, stack, *row_shape] of the row dtype and returns features, float32 [B, d].
+    The head is ours, so that every option of config.agent works with it. The learner, the actors and evaluation must
+    all be able to import the module.
+
+    Raises:
+      ConfigError: it can't be imported, constructed or called so, or returns something else.
+    """
+    said = f"config.agent.network is {path!r}"
+    module, _, name = path.partition(":")
+    try:
+        torso = getattr(importlib.import_module(module), name)(hidden=hidden)
+    except ImportError as error:
+        raise ConfigError(
+            f"{said}, and module {module!r} can't be imported: {error}; install it, or add its folder to PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise ConfigError(f"{said}, and module {module!r} has no {name!r}") from error
+    except TypeError as error:
+        raise ConfigError(f"{said}, which can't be made as {name}(hidden={hidden}): {error}") from error
+    if not isinstance(torso, nn.Module):
+        raise ConfigError(f"{said}, which is no Flax module: derive {name} from flax.linen.Module")
+    rows = jax.ShapeDtypeStruct((2, spec.stack, *spec.row_shape), np.dtype(spec.row_dtype))
+    try:
+        features, variables = jax.eval_shape(torso.init_with_output, jax.random.PRNGKey(0), rows)
+    except Exception as error:  # whatever a user's code raises
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"{said}, which fails on rows {np.dtype(spec.row_dtype).name}{list(rows.shape)}: "
+            f"{type(error).__name__}: {first_line}"
+        ) from error
+    if getattr(features, "ndim", 0) != 2 or features.shape[0] != 2 or features.dtype != jnp.float32:
+        got = f"{features.dtype}{list(features.shape)}" if hasattr(features, "dtype") else type(features).__name__
+        raise ConfigError(f"{said}, which returns {got} for rows {list(rows.shape)}, and must return float32 [2, d]")
+    leaves = jax.tree_util.tree_leaves(variables)
+    if set(variables) - {"params"} or any(leaf.dtype != jnp.float32 for leaf in leaves):
+        raise ConfigError(f"{said}, which has other variables than float32 parameters (found: {sorted(variables)})")
+    return torso
