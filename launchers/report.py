@@ -186,6 +186,7 @@ def plot(path: Path, title: str, pairs: Sequence[Pair]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     figure, grid = plt.subplots(2, 4, figsize=(18, 8), layout="constrained")
     figure.suptitle(title)
@@ -195,6 +196,7 @@ def plot(path: Path, title: str, pairs: Sequence[Pair]) -> None:
         axes.set(xlabel=x_title, ylabel=y_title)
         if y in _LOGARITHMIC and any(line.get_ydata().size for line in axes.lines):
             axes.set_yscale("log", nonpositive="mask")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     grid.flat[0].legend(frameon=False, fontsize="small")

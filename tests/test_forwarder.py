@@ -257,3 +257,17 @@ def test_a_row_that_the_writer_has_let_go_of_is_handed_over_again_under_a_new_na
     copies.insert(np.array([3], np.int32), rows_of(np.array([77]), SPEC))
     (third,) = copies.give([3], writer)
     assert third not in (first, second) and writer.given[-1][1] == rows_of(77, SPEC).tobytes()
+
+
+def test_no_more_is_taken_than_the_cap_allows(tmp_path):
+    config = make_config()
+    config.link.experiences_per_s = 1e-6
+    with (
+        queue_site(config) as (site_node, site),
+        running(config) as (cloud, _),
+        forwarding_after(site, config, site_node, cloud, workdir=tmp_path) as (writer, record),
+    ):
+        writer.write(10 * BATCH)
+        eventually(lambda: len(record.transitions) >= BATCH)
+        eventually(lambda: len(read_jsonl(tmp_path, "forwarder")) > 5)
+        assert len(record.transitions) == BATCH

@@ -106,3 +106,22 @@ def test_a_learner_ahead_of_its_pace_takes_no_batch_and_is_not_idle(tmp_path, fi
     assert run.link.handed_out == 1
     assert run.learner.updates == 2
     assert run.lines[-2]["idle_share"] == 0
+
+
+def test_an_actor_ahead_of_its_pace_takes_no_step_and_goes_on_reporting():
+    pytest.importorskip("gymnasium")
+    import test_actor
+
+    from longhaul import actor as actor_lib
+
+    config = test_actor._config(num_envs=2)
+    config.actor.steps_per_s = 1e-6
+    config.metrics.period_s = 0.01
+    stop, metrics = threading.Event(), test_actor.Metrics()
+    actor = actor_lib.Actor(config, 0, test_actor.Site(stop, 100), metrics, stop, test_actor.Recorder)
+    thread = threading.Thread(target=actor.run)
+    thread.start()
+    eventually(lambda: len(metrics.lines) > 3)
+    stop.set()
+    thread.join(60.0)
+    assert metrics.lines[-1][0] == 2
