@@ -165,7 +165,8 @@ class Plan:
             shared.pop(f"learner.{derived}", None)
         del shared["link.experiences_per_s"]
         words = " ".join(command_line.config_arguments(sys.argv))
-        return {"seconds": self.seconds, "configuration": words, **{f"config.{k}": v for k, v in shared.items()}}
+        # As texts: JSON has no infinity.
+        return {"seconds": self.seconds, "configuration": words, **{f"config.{k}": str(v) for k, v in shared.items()}}
 
     def _overrides(self, updates_per_s: float, experiences_per_s: float) -> dict[str, Any]:
         config = self.config

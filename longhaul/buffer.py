@@ -140,13 +140,13 @@ class ReplayServer:
     ):
         self.spec = spec
         self.order = order
-        self.capacity = int(replay.capacity)
         queue = order == "arrival"
+        self.capacity = int(replay.spool if queue else replay.capacity)
         table = reverb.Table(
             TABLE,
             sampler=reverb.selectors.Fifo() if queue else reverb.selectors.Prioritized(replay.priority_exponent),
             remover=reverb.selectors.Fifo(),
-            max_size=replay.spool if queue else replay.capacity,
+            max_size=self.capacity,
             max_times_sampled=1 if queue else 0,
             rate_limiter=reverb.rate_limiters.MinSize(1) if queue else _limiter(replay),
             signature=_signature(spec),

@@ -29,6 +29,9 @@ from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot
 _WAIT_S = 0.2  # for a batch, before the other duties
 _KEEP_ROWS = 256  # that the writer can refer to; a row in use for longer is stored once more
 _NEVER = -(2**62)
+# Transitions per batch at least. Those that follow each other share rows; where the queue drops what lies between two
+# batches, small ones would cost nearly twice the bytes.
+_LEAST_PULL = 256
 
 
 class TransitionWriter(Protocol):
@@ -114,6 +117,8 @@ class Forwarder:
         self._metrics, self._stop, self._epoch = metrics, stop, epoch
         self._open_writer = open_writer
         minibatches, batch_size = int(config.learner.minibatches_per_pull), int(config.learner.batch_size)
+        affordable = config.learner.cache_bytes // (spec.row_bytes * 2 * spec.stack)
+        minibatches = max(minibatches, min(_LEAST_PULL, config.replay.spool // 2, affordable) // batch_size)
         self._shape = (minibatches, batch_size)
         batch_rows = 2 * spec.stack * minibatches * batch_size
         useful_rows = config.replay.capacity * 3 // 2 + batch_rows

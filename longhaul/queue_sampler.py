@@ -7,7 +7,7 @@ more wait than the queue holds, the oldest is dropped.
 import threading
 
 from longhaul.buffer import ReplaySampler, ReplayServer
-from longhaul.errors import Stopped
+from longhaul.errors import ConfigError, Stopped
 from longhaul.types import DrawnSamples
 
 _LOOK_S = 0.02
@@ -22,9 +22,17 @@ class QueueSampler:
     Args:
       server: a queue.
       batch: transitions per draw.
+
+    Raises:
+      ConfigError: the queue never holds a batch.
     """
 
     def __init__(self, server: ReplayServer, batch: int):
+        if batch > server.capacity:
+            raise ConfigError(
+                f"config.replay.spool is {server.capacity}, and must be at least {batch}, the transitions of one batch "
+                "(config.learner.batch_size * config.learner.minibatches_per_pull)"
+            )
         self._server = server
         self._batch = batch
         self._sampler = ReplaySampler(server, batch, ahead=_AHEAD)

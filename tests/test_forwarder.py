@@ -11,6 +11,7 @@ pytest.importorskip("reverb")
 pytest.importorskip("jax")
 
 from longhaul import codec, networks, scoring
+from longhaul.errors import Refused
 from longhaul.forwarder import Forwarder, RowCopies
 from longhaul.gateway import Gateway
 from longhaul.inserter import Inserter
@@ -24,8 +25,9 @@ from tests.site import SPEC, CheckingLearner, Writer, eventually, linked, rows_o
 BATCH = 16
 
 
-def make_config(**replay):
-    config = small_config(**replay)
+def make_config(spool=32, **replay):
+    # The forwarder takes at most half a queue at a time: here batches of 16.
+    config = small_config(spool=spool, **replay)
     config.learner.update(batch_size=BATCH, minibatches_per_pull=1, cache_bytes=2000 * SPEC.row_bytes)
     config.agent.update({"network": "mlp", "hidden": (8,)})
     config.metrics.period_s = 0.1
@@ -126,8 +128,9 @@ def test_each_transition_arrives_once_in_order_with_its_rows_and_its_first_prior
         running(config) as (cloud, _),
         forwarding_after(site, config, site_node, cloud) as (writer, record),
     ):
-        writer.write(400)
-        eventually(lambda: len(record.transitions) == 400)
+        for part in range(1, 26):  # never more than the queue holds
+            writer.write(BATCH)
+            eventually(lambda part=part: len(record.transitions) == part * BATCH)
         expect_oracles(record, writer, range(FIRST, FIRST + 400))
         assert record.counters["dropped_items"] == 0
         eventually(lambda: cloud._table is not None and cloud._table.info()[1] == 400)
@@ -165,26 +168,27 @@ def test_of_more_than_the_queue_holds_the_oldest_are_dropped_and_counted():
 
 def test_nothing_is_lost_or_doubled_by_cuts_of_the_link():
     config = make_config(spool=5_000)
+    config.learner.cache_bytes *= 4
     with (
         queue_site(config) as (site_node, site),
         running(config) as (cloud, _),
         Relay(("127.0.0.1", site_node.port), rtt_s=0.01, rate_bytes_per_s=400_000.0) as relay,
     ):
         writer = Writer(site, SPEC, priority=lambda t: 1.0 + t % 7)
-        writer.write(64)
+        writer.write(256)
         with forwarding(config, relay.address, cloud) as record:
             for part in range(4):
                 had = len(record.transitions)
-                writer.write(304)
+                writer.write(320)
                 eventually(lambda had=had: len(record.transitions) > had, 30.0)
                 relay.reset()
                 if part == 2:  # a silent outage, too
                     relay.hold()
-                    writer.write(64)
+                    writer.write(256)
                     relay.reset()
                     relay.release()
-            eventually(lambda: len(record.transitions) >= 64 + 4 * 304 + 64, 60.0)
-            expect_oracles(record, writer, range(FIRST, FIRST + 64 + 4 * 304 + 64))
+            eventually(lambda: len(record.transitions) >= 256 + 4 * 320 + 256, 60.0)
+            expect_oracles(record, writer, range(FIRST, FIRST + 256 + 4 * 320 + 256))
         assert site_node.read_stats()["rolled_back_batches"] > 0
         writer.close()
 
@@ -196,9 +200,9 @@ def test_the_learners_weights_reach_the_site():
         running(config) as (cloud, _),
         forwarding_after(site, config, site_node, cloud) as (writer, _),
     ):
-        writer.write(64)
+        writer.write(BATCH)
         site.start()
-        eventually(lambda: cloud._table is not None and cloud._table.info()[1] == 64)
+        eventually(lambda: cloud._table is not None and cloud._table.info()[1] == BATCH)
         with linked(f"127.0.0.1:{cloud.port}", config, batch_size=BATCH) as link:
             for version in (1, 2):
                 link.publish(Snapshot(5, version, bytes(10 * version)))
@@ -267,7 +271,26 @@ def test_no_more_is_taken_than_the_cap_allows(tmp_path):
         running(config) as (cloud, _),
         forwarding_after(site, config, site_node, cloud, workdir=tmp_path) as (writer, record),
     ):
-        writer.write(10 * BATCH)
+        writer.write(2 * BATCH)
         eventually(lambda: len(record.transitions) >= BATCH)
         eventually(lambda: len(read_jsonl(tmp_path, "forwarder")) > 5)
         assert len(record.transitions) == BATCH
+
+
+def test_a_queue_that_never_holds_a_batch_is_refused_by_the_fields_name():
+    config = make_config(spool=BATCH - 1)
+    stop = threading.Event()
+    with queue_site(config) as (site_node, site):
+        writer = Writer(site, SPEC)
+        writer.write(1)
+        link = LinkClient(f"127.0.0.1:{site_node.port}", config, secrets.randbits(60), stop)
+        try:
+            link.describe(10.0)
+            link.open(2000, BATCH, 1, 1)
+            with pytest.raises(Refused, match=r"config\.replay\.spool is 15, and must be at least 16"):
+                for _ in range(100):
+                    link.next_batch(0.2)
+        finally:
+            link.close()
+            stop.set()
+            writer.close()
