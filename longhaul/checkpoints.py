@@ -187,7 +187,15 @@ def restore(
 
 
 def _network_fields(config: config_dict.ConfigDict) -> dict[str, Any]:
-    fields = {field: config.agent[field] for field in _NETWORK_FIELDS}
+    """Returns the fields as JSON will have them; None for those that the others leave without effect."""
+    agent = config.agent
+    unused: set[str] = set()
+    if agent.distribution == "none":
+        unused |= {"atoms", "v_min", "v_max"}
+    if agent.distribution == "qr":
+        unused |= {"v_min", "v_max"}
+    unused |= {"double"} if agent.munchausen_alpha else {"munchausen_temperature", "munchausen_clip"}
+    fields = {field: None if field in unused else agent[field] for field in _NETWORK_FIELDS}
     return {field: list(value) if isinstance(value, tuple) else value for field, value in fields.items()}
 
 

@@ -142,6 +142,13 @@ def test_another_experience_or_network_is_refused_by_name(tmp_path, spec_change,
     assert says in str(refused.value) and str(tmp_path) in str(refused.value)
 
 
+def test_settings_without_effect_may_change(tmp_path):
+    save(tmp_path, 10)
+    unused = ("agent.atoms", 7), ("agent.v_min", -1.0), ("agent.v_max", 1.0), ("agent.munchausen_clip", -2.0)
+    config = make_config(**dict(unused))
+    assert checkpoints.restore(tmp_path, make_state(config), SPEC, config) is not None
+
+
 def test_a_checkpoint_older_than_a_setting_was_made_without_it(tmp_path):
     path = save(tmp_path, 10) / "meta.json"
     meta = json.loads(path.read_text())
