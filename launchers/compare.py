@@ -77,7 +77,10 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
     ]
     for condition in todo:
         print(condition.text(), flush=True)
-    for seed, condition, value in itertools.product(range(_SEEDS.value), todo, [None, *sweep.values]):
+    jobs = list(itertools.product(range(_SEEDS.value), todo, [None, *sweep.values]))
+    for number, (seed, condition, value) in enumerate(jobs, 1):
+        where = f"{'-'.join(condition.key)}{f', {sweep.field}={value}' if value else ''}, seed {config.seed + seed}"
+        print(f"pair {number} of {len(jobs)}: {where}", flush=True)
         runs = [plan.trial(condition, side, config.seed + seed, sweep.field, value) for side in SIDES]
         for group in [runs] if _PARALLEL.value == 2 else [[run] for run in runs]:
             if not trials.make(group, signals):
