@@ -33,6 +33,7 @@ from longhaul.types import Batch, Snapshot
 from longhaul.window import Window
 
 _PING_PERIOD_S = 1.0
+_PINGS_PER_PERIOD = 5  # while weights are sent, which give way to what they delay
 _SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
 _OPENING_SILENCE_S = 5.0  # likewise before the first answer: TCP's own retries become rarer and rarer, ours don't
 _LARGEST_ACK_WAIT_S = 1.0
@@ -378,7 +379,12 @@ class LinkClient:
     # ---- pings
 
     def _ping(self) -> None:
-        while not self._closed.wait(_PING_PERIOD_S) and not self._stop.is_set():
+        count = 0
+        while not self._closed.wait(_PING_PERIOD_S / _PINGS_PER_PERIOD) and not self._stop.is_set():
+            count += 1
+            is_regular = count % _PINGS_PER_PERIOD == 0
+            if not is_regular and not self._publisher.busy:
+                continue
             call = self._call
             patience_s = self._silence_s if self._requests is not None else _OPENING_SILENCE_S
             if call is not None and self.meter.silent_s() > patience_s:
@@ -388,4 +394,5 @@ class LinkClient:
                 if self._requests is None:
                     continue
                 self._requests.put(pb.SampleRequest(ping=pb.Ping(id=self.meter.ping())))
-            self.window.retune(self.meter.rtt_s)
+            if is_regular:
+                self.window.retune(self.meter.rtt_s)

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 
 from longhaul.proto import longhaul_pb2 as pb
 
-_RTT_SAMPLES = 30
+_RTT_SAMPLES = 30  # one a second, however often is pinged
 _PINGS = 60  # that may still be answered; older ones are forgotten
 
 
@@ -24,6 +24,8 @@ class Meter:
         self._rtts_s: deque[float] = deque(maxlen=_RTT_SAMPLES)
         self._pings: OrderedDict[int, float] = OrderedDict()
         self._last_ping = 0
+        self._newest_rtt_s = 0.0
+        self._next_rtt_at_s = 0.0
         self._heard_s = time.monotonic()
         self._cut_at_s: float | None = None
         self._last_read = (time.monotonic(), 0, 0, 0)
@@ -98,9 +100,25 @@ class Meter:
     def pong(self, identity: int) -> None:
         """Takes a Ping's round trip from its answer."""
         with self._lock:
+            now_s = time.monotonic()
             sent_s = self._pings.pop(identity, None)
-            if sent_s is not None:
-                self._rtts_s.append(time.monotonic() - sent_s)
+            if sent_s is None:
+                return
+            self._newest_rtt_s = now_s - sent_s
+            if now_s >= self._next_rtt_at_s or not self._rtts_s:
+                self._rtts_s.append(self._newest_rtt_s)
+                self._next_rtt_at_s = now_s + 1.0
+            else:
+                self._rtts_s[-1] = min(self._rtts_s[-1], self._newest_rtt_s)
+
+    def queueing_s(self) -> float:
+        """Returns how long what is sent now waits on the path, by the newest Ping and by one not answered yet."""
+        with self._lock:
+            if not self._rtts_s:
+                return 0.0
+            oldest_s = next(iter(self._pings.values()), None)
+            unanswered_s = 0.0 if oldest_s is None else time.monotonic() - oldest_s
+            return max(self._newest_rtt_s, unanswered_s) - min(self._rtts_s)
 
     def outage_starts(self) -> bool:
         """Notes that the stream is cut; returns False if it was already."""
@@ -119,6 +137,7 @@ class Meter:
             lasted_s = time.monotonic() - self._cut_at_s
             self._cut_at_s = None
             self._rtts_s.clear()
+            self._pings.clear()  # those lost in the cut are never answered
             return lasted_s
 
     def read(self) -> dict[str, float]:
