@@ -87,6 +87,7 @@ def _figures_of(link_role: str) -> dict[str, _Figure]:
         "return": _Figure("evaluator", "return_mean"),
         "idle_share": _Figure("learner", "idle_share"),
         "sample_age_s": _Figure("learner", "sample_age_s", "updates_per_s"),
+        "versions_behind": _Figure("learner", "versions_behind", "updates_per_s"),
         "updates_per_s": _Figure("learner", "updates_per_s"),
     }
 
@@ -108,6 +109,9 @@ def measure(workdir: Path, replay: str, num_actors: int, from_s: float, seconds:
     link_role = "forwarder" if replay == "learner" else "learner"
     roles = {role: read_jsonl(workdir, role) for role in ("learner", "forwarder", "evaluator", "link", "gateway")}
     actors = [read_jsonl(workdir, f"actor_{i}") for i in range(num_actors)]
+    for line in roles["learner"]:
+        if line.get("policy_version") is not None and line.get("weights_version") is not None:
+            line["versions_behind"] = line["weights_version"] - line["policy_version"]
     end_s = from_s + seconds
     figures = _figures_of(link_role)
     found: dict[str, Any] = {}

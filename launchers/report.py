@@ -29,6 +29,7 @@ FIGURES = {
     "link_use": "share of the link's rate that is used",
     "idle_share": "share of time that the learner waits for experience",
     "sample_age_s": "age of a sample's priority when trained on, s",
+    "versions_behind": "published versions between the weights that acted and the learner's",
     "updates_per_s": "updates/s",
     "env_steps_per_s": "environment steps/s",
     "dropped_per_s": "experiences dropped at the site's queue, 1/s",

@@ -108,7 +108,7 @@ class Batch(NamedTuple):
       actions: int32 [K, B].
       returns: float32 [K, B].
       discounts: float32 [K, B].
-      probabilities: float32 [K, B].
+      probabilities: float32 [K, B]; where the site forwards in order of arrival, the priorities that the actors gave.
       table_size: items in the replay table when drawn.
       new_slots: int32 [M], slots to fill before training on this batch.
       new_rows: [M, *row_shape] of the row dtype, their contents.

@@ -134,7 +134,7 @@ def a_run(workdir, link_role="learner"):
     times = [1000 + t for t in range(-4, 44)]
     learner = [
         {"time_s": t, "updates": 10 * (t - 990), "updates_per_s": 10, "loss": 4.0 if t < 1030 else 1.0,
-         "loss_unweighted": 8.0, "idle_share": 0.25, "sample_age_s": 0.5}
+         "loss_unweighted": 8.0, "policy_version": 3.5, "weights_version": 8, "idle_share": 0.25, "sample_age_s": 0.5}
         for t in times
     ]  # fmt: skip
     # Twice as many draws in the first half, so that a mean over lines would be another.
@@ -160,7 +160,7 @@ def test_a_run_is_measured_from_its_first_update_and_over_its_last_quarter(tmp_p
     a_run(tmp_path, link_role)
     found = comparison.measure(tmp_path, replay, 2, from_s=1000.0, seconds=40.0, rate=6000.0)
     assert found["all"]["loss"] == pytest.approx((30 * 4 + 10 * 1) / 40)
-    assert found["last"]["loss"] == 1.0
+    assert found["last"]["loss"] == 1.0 and found["last"]["versions_behind"] == 4.5
     assert found["all"]["arrival_priority"] == pytest.approx((20 * 200 * 6 + 20 * 100 * 3) / (20 * 300))
     assert found["last"]["arrival_priority"] == 3.0 and found["last"]["arrival_priority_first"] == 9.0
     assert (found["all"]["return"], found["last"]["return"]) == (20.0, 35.0)
