@@ -151,8 +151,9 @@ class Session:
 
     def close(self) -> None:
         """Ends the session's stream, for good."""
-        if self._stream is not None:
-            self._stream.close()
+        stream, self._stream = self._stream, None  # no cycle: the sampler's threads go as soon as the stream's have
+        if stream is not None:
+            stream.close()
         self._rows.reserve(-self._reserved_rows)
         self._reserved_rows = 0
 

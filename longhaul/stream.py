@@ -5,18 +5,71 @@ filling memory. What must outlive a cut belongs to the session (session.py).
 """
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from longhaul.errors import Corruption, LonghaulError, Refused, Stopped
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.session import Session
-from longhaul.types import DrawnSamples
 
 _QUEUED_MESSAGES = 8
+_QUEUED_PONGS = 64  # a learner pings once a second
+
+
+class _Pipe:
+    """Hands things from thread to thread, at most so many at a time; closing it wakes whoever waits."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._changed = threading.Condition()
+        self._held: deque[Any] = deque()
+        self._closed = False
+
+    def put(self, what: Any) -> None:
+        """Waits for room.
+
+        Raises:
+          Stopped: the pipe is closed.
+        """
+        with self._changed:
+            while len(self._held) >= self._size and not self._closed:
+                self._changed.wait()
+            self._add(what)
+
+    def put_first(self, what: Any, most: int) -> None:
+        """Goes before what is there and waits for nothing; where there is more than `most`, it is left out."""
+        with self._changed:
+            if len(self._held) < most:
+                self._held.appendleft(what)
+                self._changed.notify_all()
+
+    def get(self) -> Any:
+        """Waits for the next; what is still there when the pipe is closed is lost.
+
+        Raises:
+          Stopped: the pipe is closed.
+        """
+        with self._changed:
+            while not self._held and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Stopped("the stream was closed")
+            self._changed.notify_all()
+            return self._held.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _add(self, what: Any) -> None:
+        if self._closed:
+            raise Stopped("the stream was closed")
+        self._held.append(what)
+        self._changed.notify_all()
 
 
 class Stream:
@@ -29,10 +82,9 @@ class Stream:
     def __init__(self, session: Session):
         self._session = session
         self.closed = threading.Event()
-        self._messages: queue.Queue[pb.SampleResponse] = queue.Queue(_QUEUED_MESSAGES)
+        self._messages = _Pipe(_QUEUED_MESSAGES)
         self._error: Exception | None = None
-        # From drawer to packer: a draw, and when its credit was there.
-        self._drawn: queue.Queue[tuple[DrawnSamples, float, float]] = queue.Queue(1)
+        self._drawn = _Pipe(1)  # from drawer to packer: a draw, when its credit was there, how long it was waited for
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("drawer", self._draw), ("packer", self._pack))
@@ -46,6 +98,8 @@ class Stream:
     def close(self) -> None:
         """Ends the stream from any thread; returns at once."""
         self.closed.set()
+        self._messages.close()
+        self._drawn.close()
         self._session.wake()
 
     def join(self) -> None:
@@ -71,7 +125,8 @@ class Stream:
                     session.apply_ack(request.ack)
                 elif kind == "ping":
                     pong = pb.Pong(id=request.ping.id, acked_sequence=session.acked_sequence)
-                    self._put(pb.SampleResponse(pong=pong))
+                    # The Acks behind it must not wait for a slow reader.
+                    self._messages.put_first(pb.SampleResponse(pong=pong), _QUEUED_PONGS)
                 else:
                     raise Corruption(f"a stream carries acks and pings after its first message, not {kind!r}")
         except Stopped:
@@ -80,7 +135,9 @@ class Stream:
             session._counters["corrupt_messages"] += 1
             self._fail(Refused(str(error)))
         except Exception as error:
-            # gRPC ends the iterator with an error of its own when the stream is cut.
+            # gRPC ends the iterator with an error of its own when the stream is cut, and keeps that error: its
+            # traceback would keep this stream, its session and Reverb's threads.
+            error.__traceback__ = None
             if not self.closed.is_set():
                 logging.debug("the learner's stream ended: %s", error)
         finally:
@@ -88,34 +145,15 @@ class Stream:
 
     def messages(self) -> Iterator[pb.SampleResponse]:
         """Yields what is to be sent, until the stream is closed; raises what went wrong at this end."""
-        while not self.closed.is_set():
-            try:
-                message = self._messages.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            try:
+        try:
+            while True:
+                message = self._messages.get()
                 self._session.budget.take(message.ByteSize(), self.closed)
-            except Stopped:
-                break
-            yield message
+                yield message
+        except Stopped:
+            pass
         if self._error is not None:
             raise self._error
-
-    def _put(self, message: pb.SampleResponse) -> None:
-        self._offer(self._messages, message)
-
-    def _offer(self, where: "queue.Queue[Any]", what: Any) -> None:
-        """Puts something into a queue, waiting for room.
-
-        Raises:
-          Stopped: the stream was closed meanwhile.
-        """
-        while not self.closed.is_set():
-            try:
-                return where.put(what, timeout=0.2)
-            except queue.Full:
-                continue
-        raise Stopped("the stream was closed")
 
     def _fail(self, error: Exception) -> None:
         self._error = error
@@ -138,24 +176,21 @@ class Stream:
             began_s = time.monotonic()
             waited_s = began_s - asked_s - held_s
             session.note_wait(waited_s, began_s)
-            self._offer(self._drawn, (session.sampler.draw(self.closed), began_s, waited_s))
+            self._drawn.put((session.sampler.draw(self.closed), began_s, waited_s))
 
     def _pack(self) -> None:
         """Makes messages of what was drawn."""
         session = self._session
-        while not self.closed.is_set():
-            try:
-                drawn, began_s, waited_s = self._drawn.get(timeout=0.2)
-            except queue.Empty:
-                continue
+        while True:
+            drawn, began_s, waited_s = self._drawn.get()
             made = session.make_batch(drawn)
             if made is None:
                 continue
             message, rows = made
             message.service_s = time.monotonic() - began_s
             message.credit_wait_s = waited_s
-            self._put(pb.SampleResponse(batch=message))
+            self._messages.put(pb.SampleResponse(batch=message))
             size = session.part_bytes
             for offset in range(size, len(rows), size):
                 part = pb.RowsPart(sequence=message.sequence, offset=offset, data=rows[offset : offset + size])
-                self._put(pb.SampleResponse(part=part))
+                self._messages.put(pb.SampleResponse(part=part))

@@ -61,7 +61,7 @@ class Window:
         """Notes that a batch was trained on."""
         with self._lock:
             self._consumed.append(now_s)
-            while self._consumed[0] < now_s - _HORIZON_S:
+            while len(self._consumed) > 2 and self._consumed[0] < now_s - _HORIZON_S:
                 self._consumed.popleft()
 
     def arrived(self, service_s: float, credit_wait_s: float = 0.0) -> None:

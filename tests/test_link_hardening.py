@@ -165,6 +165,21 @@ def test_reconnects_leave_threads_and_memory_flat():
         writer.close()
 
 
+def test_learners_that_supersede_each_other_leave_no_threads_behind():
+    with running(small_config()) as (gateway, client):
+        writer = Writer(client)
+        writer.write(100)
+        address, threads = f"127.0.0.1:{gateway.port}", 0
+        for count in range(1, 21):
+            learner = RawLearner(address, learner_id=count, epoch=count)
+            learner.batch()
+            learner.close()
+            if count == 4:
+                threads = _threads()
+        eventually(lambda: _threads() <= threads + 8)
+        writer.close()
+
+
 def test_a_client_that_is_cut_again_and_again_leaves_threads_and_memory_flat(monkeypatch):
     monkeypatch.setattr(channel, "FIRST_BACKOFF_S", 0.01)
     c = small_config()
