@@ -54,8 +54,8 @@ def default() -> config_dict.ConfigDict:
             gamma=0.99,  # discount per step
             network="auto",  # one of NETWORKS ("auto" goes by the rows' shape), or your own as "module:Class"
             hidden=(256, 256),  # widths of the MLP's hidden layers; a CNN's dense layer takes the last
-            dueling=True,
-            double=True,
+            dueling=True,  # value and advantage apart
+            double=True,  # the online network chooses the action valued; without effect under Munchausen
             huber_delta=1.0,  # 0: squared error; without distribution and for "qr"
             distribution="none",  # "c51" (Bellemare et al. 2017) or "qr" (Dabney et al. 2018) learns distributions
             atoms=51,  # of a distribution: C51's atoms or QR-DQN's quantiles (200 there)
