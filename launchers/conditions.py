@@ -16,7 +16,7 @@ from longhaul import workers
 from longhaul.errors import ConfigError
 
 _QUARTER = 0.25  # of production, which the link of setting a carries
-# Of what the link carries, the share that draws make use of: a queue that is exactly full has no end.
+# Of what the link carries, the share that draws make use of: a link that is exactly full has queues without end.
 _DRAWN_SHARE = 0.8
 _PROBE_SHARE = 0.02
 _PUBLISH_PERIOD_S = 2.0
@@ -223,17 +223,16 @@ class Plan:
             rate = _round(quarter * measured.existing_bytes)
             link = f"{link},rate_mbit={rate * 8 / 1e6:.6g},up_mbit={_UP_MBIT:g}"
         carried = min(measured.production_per_s, rate / dearest) if rate else measured.production_per_s
-        derivation = "the smaller of production and the link's rate over the bytes of the dearer side's experience"
-        if budget == "experiences":
-            cap = carried = _round(min(quarter, carried))
-            derivation = "the cap on experiences/s"
-        batch = self.config.learner.batch_size
-        updates = self.updates_per_s or _round(_DRAWN_SHARE * carried / batch)
-        derivation = (
-            "as --updates_per_s says"
-            if self.updates_per_s
-            else f"{_DRAWN_SHARE:.0%} of {derivation}, over the batch size"
+        drawn, why = (
+            _DRAWN_SHARE * carried,
+            f"{_DRAWN_SHARE:.0%} of the smaller of production and the link's rate over the bytes of the dearer side's "
+            "experience, over the batch size",
         )
+        if budget == "experiences":
+            drawn = cap = _round(min(quarter, drawn))
+            why = "the cap on experiences/s over the batch size"
+        updates = self.updates_per_s or float(f"{drawn / self.config.learner.batch_size:.4g}")
+        derivation = "as --updates_per_s says" if self.updates_per_s else why
         return Condition((setting, budget), link, rate, cap, updates, derivation)
 
 

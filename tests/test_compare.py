@@ -235,6 +235,7 @@ def test_setting_a_carries_a_quarter_of_production_and_the_draws_fit_the_dearer_
     assert made.updates_per_s == pytest.approx(0.8 * 400 * 30 / 40 / 64, rel=0.01)
     both = plan.condition("a", "rtt_ms=0.1", "experiences", measured)
     assert both.experiences_per_s == 400 and both.link == "rtt_ms=0.1"
+    assert both.updates_per_s == 400 / 64  # as many are drawn as are forwarded
     # Where the link carries more than is produced, production is what there is to draw.
     wide = plan.condition("b", "rtt_ms=50,rate_mbit=20", "bytes", measured)
     assert wide.updates_per_s == pytest.approx(0.8 * 1600 / 64, rel=0.01)
