@@ -177,6 +177,8 @@ class _Run:
                 trained_s = now_s - self._trained_from_s if self._trained_from_s else 0.0
                 plan.follow(trained_s)
                 if _SECONDS.value and trained_s >= _SECONDS.value:
+                    if relay is not None:
+                        self._meter(relay, link_metrics)
                     return "finished"
                 reached = self._figures.evaluated_return
                 if reached is not None and reached >= target:
