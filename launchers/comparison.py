@@ -151,8 +151,8 @@ def _mean(lines: Lines, figure: _Figure, begin_s: float, end_s: float) -> float:
 
 
 def _at(lines: Lines, field: str, time_s: float) -> float:
-    """Returns a growing count at a time, between its lines; 0 without any."""
-    points = [(line["time_s"], line[field]) for line in lines if line.get(field) is not None]
+    """Returns a growing count at a time, between its lines; 0 without any, and where lines do not know it yet."""
+    points = [(line["time_s"], line.get(field) or 0) for line in lines]
     return _interpolate(np.array([time_s]), points).item() if points else 0.0
 
 
@@ -321,7 +321,7 @@ def number(value: float | None) -> str:
     """Returns a figure for reading: four digits, or a dash for none."""
     if value is None or not math.isfinite(value):
         return "-"
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
+    if value and (abs(value) >= 1e10 or abs(value) < 1e-3):
         return f"{value:.3e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

@@ -98,7 +98,7 @@ def write(
         picture = workdir / "plots" / f"{setting}-{budget}.png"
         plot(picture, f"setting {setting}, equal {budget}/s", pairs)
         encoded = base64.b64encode(picture.read_bytes()).decode()
-        parts.append(f"<h2>Setting {html.escape(setting)}, equal {budget}/s ({len(pairs)} seeds)</h2>")
+        parts.append(f"<h2>Setting {html.escape(setting)}, equal {budget}/s (seeds: {len(pairs)})</h2>")
         parts.append(f'<img alt="plots of setting {setting}" src="data:image/png;base64,{encoded}">')
         parts.append(_table(pairs))
         parts.append(_totals(pairs))

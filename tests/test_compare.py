@@ -137,6 +137,8 @@ def a_run(workdir, link_role="learner"):
          "loss_unweighted": 8.0, "policy_version": 3.5, "weights_version": 8, "idle_share": 0.25, "sample_age_s": 0.5}
         for t in times
     ]  # fmt: skip
+    learner[30] |= {"outages": 1}  # a count that is not there before the first
+    learner[31:] = [line | {"outages": 2} for line in learner[31:]]
     # Twice as many draws in the first half, so that a mean over lines would be another.
     link = [
         {"time_s": t, "link_samples": 100 * (t - 990), "arrival_priority": 6.0 if t < 1020 else 3.0,
@@ -146,7 +148,7 @@ def a_run(workdir, link_role="learner"):
     if link_role == "learner":
         learner = [one | other for one, other in zip(learner, link)]
     else:
-        write_lines(workdir, link_role, link)
+        write_lines(workdir, link_role, [one | {"outages": other.get("outages")} for one, other in zip(link, learner)])
     write_lines(workdir, "learner", learner)
     write_lines(workdir, "evaluator", [{"time_s": 1000 + t, "return_mean": t, "probe_loss": 2.0} for t in (5, 35)])
     write_lines(workdir, "link", [{"time_s": t, "down_bytes": 3000 * (t - 990), "up_bytes": 0} for t in times])
@@ -170,6 +172,7 @@ def test_a_run_is_measured_from_its_first_update_and_over_its_last_quarter(tmp_p
     assert found["all"]["link_use"] == pytest.approx(0.5)
     assert found["all"]["dropped_per_s"] == pytest.approx(7.0)
     assert found["totals"]["experiences"] == 4000 and found["totals"]["down_bytes"] == 120_000
+    assert found["totals"]["outages"] == 2
     curves = found["curves"]
     assert all(len(values) == BINS for values in curves.values())
     assert curves["down_bytes"][1] == pytest.approx(4500.0) and curves["time_s"][1] == pytest.approx(1.5)
