@@ -13,6 +13,7 @@ that are ahead of a present learner are asked to wait by the gateway instead.
 
 import contextlib
 import ctypes
+import queue
 import secrets
 import socket
 import struct
@@ -35,7 +36,7 @@ from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
 TABLE = "replay"
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 _FOREVER = 1e300  # Reverb takes a double; an insert is never blocked
-_DRAW_TIMEOUT_MS = 200  # how long one draw waits for the limiter before the sampler can look at the stop event
+_LOOK_S = 0.2  # between looks at the stop event while the limiter holds a draw back
 
 
 def step_dtype(stack: int) -> np.dtype:
@@ -200,12 +201,14 @@ class ReplaySampler:
     def __init__(self, server: ReplayServer, batch: int, ahead: int = 64):
         self._spec = server.spec
         self._port = server.port
-        # A queue that is drawn from loses a draw that times out; see queue_sampler.
-        self._timeout_ms = -1 if server.order == "arrival" else _DRAW_TIMEOUT_MS
         self._batch = batch
         self._ahead = max(1, min(ahead, batch))
-        self._iterator: Iterator[Any] | None = None
-        self._ended_s = time.monotonic()  # of the draw before, when Reverb began to draw ahead
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the thread
+        self._drawn: queue.SimpleQueue[DrawnSamples | Exception] = queue.SimpleQueue()
+        self._pending = False
+        # Reverb waits for its limiter without an end, in a thread that outlives whoever asks: to give up a draw would
+        # lose what it has so far, and to take Reverb's sampler down and set it up again costs up to seconds.
+        threading.Thread(target=self._run, name="sampler", daemon=True).start()
 
     def _new_iterator(self) -> Iterator[Any]:
         signature = _signature(self._spec)
@@ -216,36 +219,51 @@ class ReplaySampler:
             shapes={name: spec.shape for name, spec in signature.items()},
             max_in_flight_samples_per_worker=self._ahead,
             num_workers_per_iterator=1,
-            rate_limiter_timeout_ms=self._timeout_ms,
+            rate_limiter_timeout_ms=-1,
         )
         return iter(dataset.batch(self._batch, drop_remainder=True))
 
     def draw(self, stop: threading.Event) -> DrawnSamples:
-        """Draws one batch, waiting for the limiter as long as it takes.
+        """Draws one batch, waiting for the limiter as long as it takes; for one thread at a time.
 
         Raises:
-          Stopped: the stop event was set meanwhile.
+          Stopped: the stop event was set meanwhile; what was being drawn is returned by the next call.
           WorkerFailed: the replay server is gone.
         """
+        if not self._pending:
+            self._pending = True
+            self._asked.put(True)
         while not stop.is_set():
+            try:
+                drawn = self._drawn.get(timeout=_LOOK_S)
+            except queue.Empty:
+                continue
+            self._pending = False
+            if isinstance(drawn, Exception):
+                raise WorkerFailed(f"drawing from the replay failed: {drawn}") from drawn
+            return drawn
+        raise Stopped("drawing from the replay was stopped")
+
+    def close(self) -> None:
+        """Ends the thread, once the draw that it may be waiting for is over."""
+        self._asked.put(False)
+
+    def _run(self) -> None:
+        iterator: Iterator[Any] | None = None
+        ended_s = time.monotonic()  # of the draw before, when Reverb began to draw ahead
+        share_ahead = self._ahead / self._batch
+        while self._asked.get():
             began_s = time.monotonic()
             try:
-                if self._iterator is None:
-                    self._ended_s = began_s
-                    self._iterator = self._new_iterator()
-                sample = next(self._iterator)
-                share_ahead = self._ahead / self._batch
-                drawn = self._unpack(sample, share_ahead * self._ended_s + (1 - share_ahead) * began_s)
-                self._ended_s = time.monotonic()
-                return drawn
-            except StopIteration:
-                # The limiter held the draw back for _DRAW_TIMEOUT_MS.
-                self._iterator = None
-            except (tf.errors.OpError, reverb.errors.ReverbError) as error:
-                if stop.is_set():
-                    break
-                raise WorkerFailed(f"drawing from the replay failed: {error}") from error
-        raise Stopped("drawing from the replay was stopped")
+                if iterator is None:
+                    ended_s = began_s
+                    iterator = self._new_iterator()
+                sample = next(iterator)
+                self._drawn.put(self._unpack(sample, share_ahead * ended_s + (1 - share_ahead) * began_s))
+            except (tf.errors.OpError, reverb.errors.ReverbError, StopIteration) as error:
+                iterator = None
+                self._drawn.put(error)
+            ended_s = time.monotonic()
 
     def _unpack(self, sample: Any, drawn_time_s: float) -> DrawnSamples:
         step = sample.data["step"].numpy().reshape(self._batch, -1).view(step_dtype(self._spec.stack))[:, 0]

@@ -63,6 +63,10 @@ class QueueSampler:
             self._next += 1
         return drawn
 
+    def close(self) -> None:
+        """Ends the sampler's thread."""
+        self._sampler.close()
+
     def _waiting(self) -> int:
         """Returns how many transitions are in the queue, or have left it and wait in Reverb's sampler."""
         size, _, sampled = self._server.info()

@@ -154,6 +154,7 @@ class Session:
         stream, self._stream = self._stream, None  # no cycle: the sampler's threads go as soon as the stream's have
         if stream is not None:
             stream.close()
+        self.sampler.close()
         self._rows.reserve(-self._reserved_rows)
         self._reserved_rows = 0
 
