@@ -313,7 +313,7 @@ class LinkClient:
             if kind == "opened":
                 self._resume(response.opened, requests)
             elif kind == "pong":
-                self.meter.pong(response.pong.id)
+                self.meter.pong(response.pong.id, response.pong.received_s)
                 self._confirm(response.pong.acked_sequence)
             else:
                 started_s = time.monotonic()

@@ -24,7 +24,8 @@ class Meter:
         self._rtts_s: deque[float] = deque(maxlen=_RTT_SAMPLES)
         self._pings: OrderedDict[int, float] = OrderedDict()
         self._last_ping = 0
-        self._newest_rtt_s = 0.0
+        self._ups_s: deque[float] = deque(maxlen=_RTT_SAMPLES)  # one way, and the two clocks' difference
+        self._newest_up_s = 0.0
         self._next_rtt_at_s = 0.0
         self._heard_s = time.monotonic()
         self._cut_at_s: float | None = None
@@ -97,28 +98,34 @@ class Meter:
                 self._pings.popitem(last=False)
             return self._last_ping
 
-    def pong(self, identity: int) -> None:
-        """Takes a Ping's round trip from its answer."""
+    def pong(self, identity: int, received_s: float) -> None:
+        """Takes a Ping's round trip from its answer, and its way up from when the gateway says that it came."""
         with self._lock:
             now_s = time.monotonic()
             sent_s = self._pings.pop(identity, None)
             if sent_s is None:
                 return
-            self._newest_rtt_s = now_s - sent_s
+            rtt_s, self._newest_up_s = now_s - sent_s, received_s - sent_s
             if now_s >= self._next_rtt_at_s or not self._rtts_s:
-                self._rtts_s.append(self._newest_rtt_s)
+                self._rtts_s.append(rtt_s)
+                self._ups_s.append(self._newest_up_s)
                 self._next_rtt_at_s = now_s + 1.0
             else:
-                self._rtts_s[-1] = min(self._rtts_s[-1], self._newest_rtt_s)
+                self._rtts_s[-1] = min(self._rtts_s[-1], rtt_s)
+                self._ups_s[-1] = min(self._ups_s[-1], self._newest_up_s)
 
     def queueing_s(self) -> float:
-        """Returns how long what is sent now waits on the path, by the newest Ping and by one not answered yet."""
+        """Returns how long what is sent now waits on the way up, by the newest Ping and by one not answered yet.
+
+        By the one-way delay (RFC 6817, section 2.1): batches that wait on the way down say nothing about the way up.
+        """
         with self._lock:
             if not self._rtts_s:
                 return 0.0
             oldest_s = next(iter(self._pings.values()), None)
             unanswered_s = 0.0 if oldest_s is None else time.monotonic() - oldest_s
-            return max(self._newest_rtt_s, unanswered_s) - min(self._rtts_s)
+            # What an answer has lately taken may be the way down's doing.
+            return max(self._newest_up_s - min(self._ups_s), unanswered_s - max(self._rtts_s))
 
     def outage_starts(self) -> bool:
         """Notes that the stream is cut; returns False if it was already."""

@@ -124,7 +124,11 @@ class Stream:
                 if kind == "ack":
                     session.apply_ack(request.ack)
                 elif kind == "ping":
-                    pong = pb.Pong(id=request.ping.id, acked_sequence=session.acked_sequence)
+                    pong = pb.Pong(
+                        id=request.ping.id,
+                        acked_sequence=session.acked_sequence,
+                        received_s=session.heard_time_s,
+                    )
                     # The Acks behind it must not wait for a slow reader.
                     self._messages.put_first(pb.SampleResponse(pong=pong), _QUEUED_PONGS)
                 else:

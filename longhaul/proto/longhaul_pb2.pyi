@@ -134,12 +134,14 @@ class Opened(_message.Message):
     def __init__(self, resumed: bool = ..., next_sequence: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("id", "acked_sequence")
+    __slots__ = ("id", "acked_sequence", "received_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     ACKED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_S_FIELD_NUMBER: _ClassVar[int]
     id: int
     acked_sequence: int
-    def __init__(self, id: _Optional[int] = ..., acked_sequence: _Optional[int] = ...) -> None: ...
+    received_s: float
+    def __init__(self, id: _Optional[int] = ..., acked_sequence: _Optional[int] = ..., received_s: _Optional[float] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("sequence", "count", "columns", "columns_bytes", "table_size", "new_slots", "rows_bytes", "rows_wire_bytes", "rows", "draw_age_s", "acked_sequence", "inserts", "samples", "policy_version", "mean_priority", "audit_slots", "audit_crc32", "credit_wait_s", "service_s", "first_crossings", "priority_age_s")
