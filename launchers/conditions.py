@@ -243,9 +243,10 @@ def _round(value: float) -> float:
 def calibrate(plan: Plan, seconds: float, parallel: int, signals: workers.StopSignals) -> Calibration | None:
     """Runs both sides without a limit and measures production and bytes; None if interrupted.
 
-    The proposed side draws a quarter of what is produced, as in setting a.
+    The proposed side draws an eighth of what is produced: the fewer the draws, the fewer find their rows in the cache,
+    and setting a's draws, less than a quarter, must fit the link.
     """
-    updates = _round(plan.updates_per_s or _QUARTER * plan.steps_per_s / plan.config.learner.batch_size)
+    updates = _round(plan.updates_per_s or _QUARTER / 2 * plan.steps_per_s / plan.config.learner.batch_size)
     words = plan.words(updates, 0.0)
     runs = [
         Trial(
