@@ -124,8 +124,8 @@ class Meter:
                 return 0.0
             oldest_s = next(iter(self._pings.values()), None)
             unanswered_s = 0.0 if oldest_s is None else time.monotonic() - oldest_s
-            # What an answer has lately taken may be the way down's doing.
-            return max(self._newest_up_s - min(self._ups_s), unanswered_s - max(self._rtts_s))
+            # What an answer has lately taken, and as much again, may be the way down's doing.
+            return max(self._newest_up_s - min(self._ups_s), unanswered_s - 2 * max(self._rtts_s))
 
     def outage_starts(self) -> bool:
         """Notes that the stream is cut; returns False if it was already."""
