@@ -39,6 +39,7 @@ from benchmarks.atari_replay import (
     make_config,
     stock_server,
 )
+from longhaul import config as config_lib
 
 # In flight per worker, and workers: what the stock client is tried with.
 REVERB_SETTINGS = ((100, 1), (100, 4), (500, 4), (1000, 4), (2000, 4), (1000, 8))
@@ -137,9 +138,11 @@ def pull_longhaul(arguments: argparse.Namespace) -> dict[str, Any]:
     from longhaul.link import LinkClient
 
     stop = threading.Event()
+    config = make_config(1000)
+    config.link.max_window = arguments.max_window
     link = LinkClient(
         arguments.address,
-        make_config(1000),
+        config,
         secrets.randbits(60),
         stop,
         credentials=_credentials(arguments, "learner"),
@@ -348,6 +351,9 @@ def main() -> None:
     client.add_argument("--cache_mb", type=int, default=1024)
     client.add_argument("--samples_per_s", type=float, default=0.0, help="pace of the learner; 0 is as fast as it can")
     client.add_argument("--link_budget", type=float, default=0.0, help="bytes/s that longhaul may use; 0 is no limit")
+    client.add_argument(
+        "--max_window", type=int, default=config_lib.default().link.max_window, help="batches in flight"
+    )
     client.add_argument("--try_s", type=float, default=4.0)
     both = commands.add_parser("run")
     both.add_argument("--rtt_ms", type=float, default=50.0)

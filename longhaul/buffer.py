@@ -259,7 +259,8 @@ class ReplaySampler:
                     ended_s = began_s
                     iterator = self._new_iterator()
                 sample = next(iterator)
-                self._drawn.put(self._unpack(sample, share_ahead * ended_s + (1 - share_ahead) * began_s))
+                middle_s = (began_s + time.monotonic()) / 2
+                self._drawn.put(self._unpack(sample, share_ahead * ended_s + (1 - share_ahead) * middle_s))
             except (tf.errors.OpError, reverb.errors.ReverbError, StopIteration) as error:
                 iterator = None
                 self._drawn.put(error)

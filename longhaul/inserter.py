@@ -26,6 +26,7 @@ from longhaul.types import ExperienceSpec, NStepTransition
 _RETRY_S = 0.1  # between looks at a pipe that was found full
 _RECONNECT_S = 0.2
 _ROWS_PER_MESSAGE = 64
+_GATHER_S = 0.005  # rows that come within it share a message: messages cost the gateway more than rows
 _FLUSH_PERIOD_ITEMS = 32  # Reverb warns of more than 50 unconfirmed
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -262,6 +263,10 @@ class Inserter:
             with self._lock:
                 while not (self._unsent or self._ask or self._closing.is_set() or connection != self._connection):
                     self._lock.wait(0.5)
+                full = len(self._unsent) >= _ROWS_PER_MESSAGE
+            if not full:
+                self._closing.wait(_GATHER_S)
+            with self._lock:
                 if self._closing.is_set() or connection != self._connection:
                     return
                 self._ask = False

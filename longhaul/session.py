@@ -34,7 +34,7 @@ MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
 _AUDIT_PERIOD_S = 10.0
 _AUDIT_SLOTS = 32
 _MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
-_LEAST_AHEAD = 64  # samples that Reverb draws before they are asked for
+_AHEAD = 64  # samples that Reverb draws before they are asked for
 _DRAWS_AHEAD = 4  # drawn by Reverb, waiting for the packer, being packed, and one to spare
 
 
@@ -85,7 +85,7 @@ class Session:
         self._counters = counters
         # One for all streams: to take a sampler down costs Reverb up to seconds.
         self._queue = QueueSampler(server, self.count) if server.order == "arrival" else None
-        self.sampler = self._queue or ReplaySampler(server, self.count, ahead=max(_LEAST_AHEAD, self.count // 2))
+        self.sampler = self._queue or ReplaySampler(server, self.count, ahead=_AHEAD)
         self._mirror = Mirror(opened.cache_rows)
         self._coder = codec.SlotCoder(opened.cache_rows, spec.stack, spec.n_step)
         self._crossings = Crossings(2 * server.capacity) if opened.mark_first else None

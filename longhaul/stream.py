@@ -39,6 +39,18 @@ class _Pipe:
                 self._changed.wait()
             self._add(what)
 
+    def wait_empty(self) -> None:
+        """Waits until all has been taken.
+
+        Raises:
+          Stopped: the pipe is closed.
+        """
+        with self._changed:
+            while self._held and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise Stopped("the stream was closed")
+
     def put_first(self, what: Any, most: int) -> None:
         """Goes before what is there and waits for nothing; where there is more than `most`, it is left out."""
         with self._changed:
@@ -180,6 +192,8 @@ class Stream:
             began_s = time.monotonic()
             waited_s = began_s - asked_s - held_s
             session.note_wait(waited_s, began_s)
+            # A batch that is drawn while another waits to be packed only grows old.
+            self._drawn.wait_empty()
             self._drawn.put((session.sampler.draw(self.closed), began_s, waited_s))
 
     def _pack(self) -> None:
