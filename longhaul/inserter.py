@@ -6,6 +6,7 @@ nothing, transitions wait, up to a bound, then they are dropped and counted.
 """
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -263,7 +264,8 @@ class Inserter:
             with self._lock:
                 while not (self._unsent or self._ask or self._closing.is_set() or connection != self._connection):
                     self._lock.wait(0.5)
-                full = len(self._unsent) >= _ROWS_PER_MESSAGE
+                size = sum(len(cell) for _, cell in itertools.islice(self._unsent, _ROWS_PER_MESSAGE))
+                full = len(self._unsent) >= _ROWS_PER_MESSAGE or size >= PART_BYTES
             if not full:
                 self._closing.wait(_GATHER_S)
             with self._lock:

@@ -265,6 +265,7 @@ def test_rows_of_a_batch_larger_than_a_message_come_in_parts():
     with running(c) as (gateway, client):
         writer = Writer(client, spec)
         writer.write(24)
+        eventually(lambda: gateway._table.info()[0] == 24)
         with linked(f"127.0.0.1:{gateway.port}", c, cache_rows=64, batch_size=12) as link:
             learner = CheckingLearner(link, 64, spec)
             for _ in range(3):
