@@ -39,14 +39,14 @@ class _Pipe:
                 self._changed.wait()
             self._add(what)
 
-    def wait_empty(self) -> None:
-        """Waits until all has been taken.
+    def wait_until(self, most: int) -> None:
+        """Waits until at most so much is left in it.
 
         Raises:
           Stopped: the pipe is closed.
         """
         with self._changed:
-            while self._held and not self._closed:
+            while len(self._held) > most and not self._closed:
                 self._changed.wait()
             if self._closed:
                 raise Stopped("the stream was closed")
@@ -164,7 +164,10 @@ class Stream:
         try:
             while True:
                 message = self._messages.get()
+                began_s = time.monotonic()
                 self._session.budget.take(message.ByteSize(), self.closed)
+                if message.HasField("batch"):
+                    message.batch.draw_age_s += time.monotonic() - began_s
                 yield message
         except Stopped:
             pass
@@ -192,8 +195,9 @@ class Stream:
             began_s = time.monotonic()
             waited_s = began_s - asked_s - held_s
             session.note_wait(waited_s, began_s)
-            # A batch that is drawn while another waits to be packed only grows old.
-            self._drawn.wait_empty()
+            # A batch that is drawn while others wait to be packed or sent only grows old.
+            self._drawn.wait_until(0)
+            self._messages.wait_until(1)
             self._drawn.put((session.sampler.draw(self.closed), began_s, waited_s))
 
     def _pack(self) -> None:

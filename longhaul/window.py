@@ -6,27 +6,33 @@ faster, only drawn earlier, on older priorities.
 
 T is known in parts only: the round trip and both ends' work are measured, what waits in their queues is not. So where
 both ends wait for each other, the learner for batches and the gateway for credits, the window is tried one larger, and
-kept so if more gets through; where either end has no time to wait, it shrinks back to what is measured.
+kept so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured.
 
 A window is a whole number, the link is not: batches that the rounding brings too early would wait at the learner,
 growing old. So each credit tells the gateway how long to hold the next draw back, just so long that batches still
 arrive a little before they are needed.
 """
 
+import itertools
 import math
 import threading
 import time
 from collections import deque
 
 LARGEST_HOLD_S = 1.0
-_HORIZON_S = 3.0  # rates are over the last seconds
+_HORIZON_S = 2.0  # rates are over the last seconds
 _FIRST = 2
 _WAITING_SHARE = 0.05  # of the time: an end that waits more could do more
 _GAIN = 1.02  # a larger window must let this much more through to be kept
+_TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
-_HOLD_STEP = 0.5  # of the time that all batches of a period had to spare
+_CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
+_HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
 _LEAST_SPARE_S = 0.004  # kept for jitter
-_SPARE_SHARE = 0.15  # likewise, of the time between batches
+_SPARE_SHARE = 0.25  # likewise, of the time between batches
+_LATE_SHARE = 0.1  # of the batches may come later than that: a path that stalls once in a while must not cost freshness
+_SPARE_RETUNES = 2  # that spare times are remembered for
+_WAIT_RETUNES = 5  # over which waiting is looked at: likewise
 
 
 class Window:
@@ -49,11 +55,16 @@ class Window:
         self._since_s = time.monotonic()
         self._learner_waited_s = 0.0  # both ends, since `retune`
         self._gateway_waited_s = 0.0
+        self._waits: deque[tuple[float, float, float]] = deque(maxlen=_WAIT_RETUNES)  # likewise, and the time between
         self._retuned_s = time.monotonic()
         self._extra = 0  # beyond what is measured
         self._rate_before_try = 0.0
+        self._rates: deque[float] = deque(maxlen=_REST_RETUNES)
+        self._trying = 0
         self._rest = 0
-        self._least_spare_s = math.inf  # since `retune`
+        self._calm = 0
+        self._spares: list[float] = []  # since `retune`
+        self._spares_before: deque[list[float]] = deque(maxlen=_SPARE_RETUNES - 1)
         self.hold_s = 0.0
         self.size = min(_FIRST, largest)
 
@@ -78,21 +89,23 @@ class Window:
     def taken(self, spare_s: float) -> None:
         """Notes how long a batch had been there when the learner came for it."""
         with self._lock:
-            self._least_spare_s = min(self._least_spare_s, spare_s)
+            self._spares.append(spare_s)
 
     def starved(self, waited_s: float) -> None:
         """Notes that the learner had to wait for a batch."""
         with self._lock:
             self._waited_s += waited_s
             self._learner_waited_s += waited_s
-            self._least_spare_s = min(self._least_spare_s, -waited_s)
+            self._spares.append(-waited_s)
 
     def retune(self, rtt_s: float, now_s: float | None = None) -> None:
         """Sets the size from the round-trip time and what was noted since the last call."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             elapsed_s = max(now_s - self._retuned_s, 1e-3)
-            both_wait = min(self._learner_waited_s, self._gateway_waited_s) > _WAITING_SHARE * elapsed_s
+            self._waits.append((self._learner_waited_s, self._gateway_waited_s, elapsed_s))
+            learner_s, gateway_s, span_s = (sum(column) for column in zip(*self._waits))
+            both_wait = min(learner_s, gateway_s) > _WAITING_SHARE * span_s
             self._learner_waited_s, self._gateway_waited_s, self._retuned_s = 0.0, 0.0, now_s
             if len(self._consumed) < 2 or not self._service_s:
                 return
@@ -101,34 +114,47 @@ class Window:
             self._try_extra(both_wait, rate)
             turnaround_s = rtt_s + sorted(self._service_s)[len(self._service_s) // 2]
             wanted = math.ceil(turnaround_s * rate) + 1 + self._extra
+            before = self.size
             # Growth is bounded, since a rate measured over a burst says too much.
             self.size = min(wanted, 2 * self.size, self._largest)
+            if not both_wait:
+                # One batch more or less in flight must not change when batches come.
+                self.hold_s = max(0.0, self.hold_s + (self.size - before) / rate)
             self._set_hold(1.0 / rate)
 
     def _set_hold(self, period_s: float) -> None:
-        spare_s, self._least_spare_s = self._least_spare_s, math.inf
-        if spare_s == math.inf:
+        spares = sorted(itertools.chain(self._spares, *self._spares_before))
+        self._spares_before.append(self._spares)
+        self._spares = []
+        if not spares:
             return
-        excess_s = spare_s - max(_LEAST_SPARE_S, _SPARE_SHARE * period_s)
+        excess_s = spares[int(_LATE_SHARE * len(spares))] - max(_LEAST_SPARE_S, _SPARE_SHARE * period_s)
+        if excess_s < 0:
+            self._spares_before.clear()  # they have had their effect
         # Slowly to more, at once to less.
         step = _HOLD_STEP if excess_s > 0 else 1.0
-        # Rounding brings a batch too early by at most two periods.
-        self.hold_s = min(max(0.0, self.hold_s + step * excess_s), 2.0 * period_s, LARGEST_HOLD_S)
+        # Rounding brings a batch too early by at most two periods, what was found by trying by as many more.
+        most_s = min((2 + self._extra) * period_s, LARGEST_HOLD_S)
+        self.hold_s = min(max(0.0, self.hold_s + step * excess_s), most_s)
 
     def _try_extra(self, both_wait: bool, rate: float) -> None:
         """Moves the part of the window that is found by trying."""
-        if not both_wait:
-            self._extra = max(0, self._extra - 1)
-            self._rate_before_try = 0.0
+        self._rates.append(rate)
+        self._calm = 0 if both_wait else self._calm + 1
+        if self._trying > 0:
+            self._trying -= 1
+            if self._trying == 0 and rate < _GAIN * self._rate_before_try:
+                self._extra = max(0, self._extra - 1)
+                self._rest = _REST_RETUNES
         elif self._rest > 0:
             self._rest -= 1
-        elif self._rate_before_try and rate < _GAIN * self._rate_before_try:
-            self._extra = max(0, self._extra - 1)
-            self._rate_before_try = 0.0
-            self._rest = _REST_RETUNES
-        elif self.size < self._largest:
+        elif both_wait and self.size < self._largest:
             self._extra += 1
-            self._rate_before_try = rate
+            self._rate_before_try = max(self._rates)  # not that of a stall, beside which anything looks good
+            self._trying = _TRY_RETUNES
+        elif self._calm >= _CALM_RETUNES:
+            self._extra = max(0, self._extra - 1)
+            self._calm = 0
 
     def figures(self) -> dict[str, float]:
         """Returns window and the share of time since the last call that the learner waited for batches."""

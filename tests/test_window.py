@@ -67,7 +67,8 @@ def test_where_both_ends_wait_it_grows_while_that_helps_and_no_further():
         window.arrived(0.03, credit_wait_s=1.0 if rate < 40 else 0.0)
         window.retune(0.05, window._retuned_s + 2.0)
         sizes.append(window.size)
-    assert max(sizes) <= 8 and sizes[-1] >= 6  # 40 * 0.16 = 6.4
+    # 40 * 0.16 = 6.4; now and then it looks whether fewer would do.
+    assert max(sizes) <= 9 and sum(sizes[-40:]) / 40 >= 6
 
 
 def test_a_try_that_lets_nothing_more_through_is_taken_back():
@@ -109,8 +110,8 @@ def _learn(window: Window, rate: float, turnaround_s: float, seconds: int) -> li
 @pytest.mark.parametrize("rate,turnaround_s", [(19, 0.115), (100, 0.055), (10, 0.001), (8, 0.3)])
 def test_batches_come_just_before_they_are_needed(rate, turnaround_s):
     window = Window(64)
-    least = _learn(window, rate, turnaround_s, 40)
-    margin_s = max(0.004, 0.15 / rate)
+    least = _learn(window, rate, turnaround_s, 80)
+    margin_s = max(0.004, 0.25 / rate)
     assert all(0 <= spare_s < margin_s + 0.3 / rate for spare_s in least[-10:])
 
 
