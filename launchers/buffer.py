@@ -40,7 +40,8 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
 
     workdir = command_line.workdir()
     metrics = exporting.writer(workdir, "gateway", config.metrics.tensorboard)
-    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials, _ORDER.value)
+    checkpoints = workdir / "replay" if workdir is not None else None
+    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials, _ORDER.value, checkpoints)
     gateway.start()
     try:
         address = f"{_HOST.value}:{gateway.port}"

@@ -5,8 +5,8 @@ to its batch's arrival keeps r*T batches in flight; one more covers the batch be
 faster, only drawn earlier, on older priorities.
 
 T is known in parts only: the round trip and both ends' work are measured, what waits in their queues is not. So where
-both ends wait for each other, the learner for batches and the gateway for credits, the window is tried one larger, and
-kept so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured.
+both ends wait for each other, the learner for batches and the gateway for credits, the window is tried larger, and kept
+so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured.
 
 A window is a whole number, the link is not: batches that the rounding brings too early would wait at the learner,
 growing old. So each credit tells the gateway how long to hold the next draw back, just so long that batches still
@@ -24,6 +24,7 @@ _HORIZON_S = 2.0  # rates are over the last seconds
 _FIRST = 2
 _WAITING_SHARE = 0.05  # of the time: an end that waits more could do more
 _GAIN = 1.02  # a larger window must let this much more through to be kept
+_STEP_DIVISOR = 8  # a try adds one batch to small windows, and an eighth to large ones
 _TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
 _CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
@@ -60,6 +61,7 @@ class Window:
         self._extra = 0  # beyond what is measured
         self._rate_before_try = 0.0
         self._rates: deque[float] = deque(maxlen=_REST_RETUNES)
+        self._step = 0
         self._trying = 0
         self._rest = 0
         self._calm = 0
@@ -144,12 +146,13 @@ class Window:
         if self._trying > 0:
             self._trying -= 1
             if self._trying == 0 and rate < _GAIN * self._rate_before_try:
-                self._extra = max(0, self._extra - 1)
+                self._extra = max(0, self._extra - self._step)
                 self._rest = _REST_RETUNES
         elif self._rest > 0:
             self._rest -= 1
         elif both_wait and self.size < self._largest:
-            self._extra += 1
+            self._step = max(1, self.size // _STEP_DIVISOR)
+            self._extra += self._step
             self._rate_before_try = max(self._rates)  # not that of a stall, beside which anything looks good
             self._trying = _TRY_RETUNES
         elif self._calm >= _CALM_RETUNES:

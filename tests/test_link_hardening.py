@@ -286,9 +286,9 @@ def test_acks_are_applied_while_a_publication_goes_up_a_narrow_link():
             while not gateway.read_stats().get("weights_accepted"):
                 learner.step()
                 applied.append(gateway._session.acked_sequence)
-            assert applied[-1] - applied[0] >= 50
+            assert applied[-1] - applied[0] >= 20
             # Not in one lump at the end: Acks went on arriving all through the publication.
-            assert len(set(applied)) >= 50
+            assert len(set(applied)) >= 20
             assert "outages" not in link.read_stats()
         writer.close()
 
