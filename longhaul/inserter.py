@@ -311,8 +311,13 @@ class Inserter:
             self._items.write(waiting.transition, waiting.policy_version, waiting.priority)
             self._unflushed += 1
             if self._unflushed >= _FLUSH_PERIOD_ITEMS:
-                # Bounds what Reverb holds unconfirmed; meanwhile transitions wait here, where they are counted.
-                while not self._items.flush(_FLUSH_PERIOD_ITEMS // 2, _RETRY_S) and not self._closing.is_set():
+                # Bounds what Reverb holds unconfirmed; meanwhile transitions wait here, where they are counted. A
+                # writer whose server is gone waits for ever, but then the connection to the gateway ends too.
+                while (
+                    not self._closing.is_set()
+                    and self._call.is_active()
+                    and not self._items.flush(_FLUSH_PERIOD_ITEMS // 2, _RETRY_S)
+                ):
                     pass
                 self._unflushed = _FLUSH_PERIOD_ITEMS // 2
         except WorkerFailed as error:
