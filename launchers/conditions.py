@@ -269,6 +269,18 @@ def calibrate(plan: Plan, seconds: float, parallel: int, signals: workers.StopSi
     # The last quarter: an empty cache and libraries that are still loading are behind it.
     return Calibration(
         production_per_s=round(min(existing["last"]["env_steps_per_s"], proposed["last"]["env_steps_per_s"]), 1),
-        existing_bytes=round(existing["last"]["bytes_per_experience"], 2),
-        proposed_bytes=round(proposed["last"]["bytes_per_experience"], 2),
+        existing_bytes=_bytes_per_experience(existing, seconds),
+        proposed_bytes=_bytes_per_experience(proposed, seconds),
     )
+
+
+def _bytes_per_experience(figures: dict[str, Any], seconds: float) -> float:
+    """Returns the last quarter's; where nothing has crossed in it, the whole run's.
+
+    Raises:
+      ConfigError: nothing has crossed at all.
+    """
+    for part in ("last", "all"):
+        if (found := figures[part]["bytes_per_experience"]) is not None:
+            return round(found, 2)
+    raise ConfigError(f"--calibration_s={seconds:g} is too short: no experience crossed the link in that time")
