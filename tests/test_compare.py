@@ -360,10 +360,10 @@ def test_both_sides_are_run_measured_and_reported_and_a_rerun_makes_nothing_agai
     ended = compare(*words)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    last = summary["figures"]["link-bytes"]["last"]
+    whole = summary["figures"]["link-bytes"]["all"]  # its last quarter may be shorter than a slow machine's next line
     for name in ("loss", "loss_unweighted", "arrival_priority", "arrival_priority_first", "return", "idle_share"):
         for side in ("existing", "proposed"):
-            assert last[name][side]["mean"] is not None, (name, side)
+            assert whole[name][side]["mean"] is not None, (name, side)
     for side in ("existing", "proposed"):
         one = json.loads((tmp_path / "link-bytes" / side / "seed1" / "summary.json").read_text())
         assert one["replay"] == {"existing": "learner", "proposed": "buffer"}[side]
