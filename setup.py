@@ -16,6 +16,7 @@ CORE = [
     "prometheus_client>=0.20",
     "protobuf>=4.25",
     "rich>=13",
+    "scipy>=1.11",
     "tensorboardX>=2.6.2",
     "zstandard>=0.22",
 ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import special
 
 from longhaul.metrics import read_jsonl
 
@@ -21,10 +22,6 @@ BINS = 40  # of a run's length, for curves
 LAST_SHARE = 0.25
 PRIORITY_RATIO_NEEDED = 3.92
 LOSS_RATIO_NEEDED = 0.26
-
-# Student's t, 97.5%, by degrees of freedom from 1.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-_T_LARGE = 2.131
 
 Lines = list[dict[str, Any]]
 
@@ -45,17 +42,14 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Returns the mean of the finite values with Student's 95% interval.
-
-    With more than 16 values the interval is a little too wide: the factor is that of 15 degrees of freedom.
-    """
+    """Returns the mean of the finite values with Student's 95% interval."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return Interval(math.nan, math.nan)
     mean = float(np.mean(finite))
     if len(finite) == 1:
         return Interval(mean, math.inf)
-    factor = _T[len(finite) - 2] if len(finite) - 2 < len(_T) else _T_LARGE
+    factor = float(special.stdtrit(len(finite) - 1, 0.975))  # Student's t
     return Interval(mean, factor * float(np.std(finite, ddof=1)) / math.sqrt(len(finite)))
 
 

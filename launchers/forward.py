@@ -7,7 +7,6 @@
 The site's buffer node runs with --order=arrival. `python -m launchers.local --replay=learner` starts all of it.
 """
 
-import random
 import time
 
 from absl import flags
@@ -15,7 +14,6 @@ from ml_collections import config_dict
 
 from launchers import command_line, connection, exporting, link_flags, reverb_check
 from longhaul import security, workers
-from longhaul.link import LinkClient
 
 _CLOUD_GATEWAY = flags.DEFINE_string(
     "cloud_gateway", "127.0.0.1:7730", "the gateway of the buffer node beside the learner, HOST:PORT on the loopback"
@@ -37,15 +35,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
 
     metrics = exporting.writer(command_line.workdir(), "forwarder", config.metrics.tensorboard)
     replay_site = SiteClient(_CLOUD_GATEWAY.value, "actor", signals.stop)
-    link = LinkClient(
-        address,
-        config,
-        random.getrandbits(64),
-        signals.stop,
-        deadline_s=link_flags.DEADLINE_S.value or None,
-        credentials=credentials,
-        budget_bytes_per_s=link_flags.BUDGET.value,
-    )
+    link = link_flags.client(config, address, credentials, signals.stop)
     try:
         spec = link.describe().spec
         Forwarder(config, spec, link, replay_site, metrics, signals.stop, time.time_ns() // 1_000_000).run()

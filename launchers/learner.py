@@ -6,7 +6,6 @@ Waits for the site if it is not there yet. Goes on from the newest checkpoint in
 environment without TensorFlow, Reverb or gymnasium (requirements/learner.lock).
 """
 
-import random
 import time
 
 from absl import flags, logging
@@ -14,7 +13,6 @@ from ml_collections import config_dict
 
 from launchers import command_line, connection, exporting, link_flags
 from longhaul import workers
-from longhaul.link import LinkClient
 
 flags.adopt_module_key_flags(command_line)
 flags.adopt_module_key_flags(exporting)
@@ -32,15 +30,7 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     logging.info("the run's folder is %s", workdir)
     metrics = exporting.writer(workdir, "learner", config.metrics.tensorboard)
-    link = LinkClient(
-        address,
-        config,
-        random.getrandbits(64),
-        signals.stop,
-        deadline_s=link_flags.DEADLINE_S.value or None,
-        credentials=credentials,
-        budget_bytes_per_s=link_flags.BUDGET.value,
-    )
+    link = link_flags.client(config, address, credentials, signals.stop)
     try:
         spec = link.describe().spec
         # Grows with each start on any host with a clock, so that a restarted learner's weights win at the site.

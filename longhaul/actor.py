@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -38,25 +38,11 @@ from longhaul.probe import ProbeWriter
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
 from longhaul.streams import Events, Streams
-from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
+from longhaul.types import ExperienceSpec, NStepTransition, Snapshot, TransitionWriter
 
 _MAX_PRIORITY = 1e38  # returns are stored as float32
 _LONGEST_WAIT_S = 0.2  # for the next step's time, before the other duties
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
-
-
-class TransitionWriter(Protocol):
-    """What the actor asks of `inserter.Inserter`; see there."""
-
-    counters: dict[str, int]
-
-    def add_row(self, stream: int, row_id: int, row: np.ndarray) -> None: ...
-
-    def add_transition(
-        self, stream: int, transition: NStepTransition, policy_version: int, priority: float
-    ) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 def _open_replay(

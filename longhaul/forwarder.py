@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ml_collections import config_dict
@@ -24,7 +24,7 @@ from longhaul.metrics import MetricsWriter
 from longhaul.policy import Policy
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
-from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot
+from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot, TransitionWriter
 
 _WAIT_S = 0.2  # for a batch, before the other duties
 _KEEP_ROWS = 256  # that the writer can refer to; a row in use for longer is stored once more
@@ -32,20 +32,6 @@ _NEVER = -(2**62)
 # Transitions per batch at least. Those that follow each other share rows; where the queue drops what lies between two
 # batches, small ones would cost nearly twice the bytes.
 _LEAST_PULL = 256
-
-
-class TransitionWriter(Protocol):
-    """What the forwarder asks of `inserter.Inserter`; see there."""
-
-    counters: dict[str, int]
-
-    def add_row(self, stream: int, row_id: int, row: np.ndarray) -> None: ...
-
-    def add_transition(
-        self, stream: int, transition: NStepTransition, policy_version: int, priority: float
-    ) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 def _open_replay(site: SiteClient, spec: ExperienceSpec, config: config_dict.ConfigDict) -> TransitionWriter:

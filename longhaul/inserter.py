@@ -142,9 +142,8 @@ class Inserter:
             return False
         needed = set(transition.obs_ids + transition.next_ids)
         rows = [row for row in self._rows[stream] if row.row_id in needed]
-        if len(rows) < len(needed):
-            missing = min(needed - {row.row_id for row in rows})
-            raise LonghaulError(f"row {missing} is not among the {self._keep_rows} newest rows of its stream")
+        if missing := needed.difference(row.row_id for row in rows):
+            raise LonghaulError(f"row {min(missing)} is not among the {self._keep_rows} newest rows of its stream")
         with self._lock:
             if not self._has_room():
                 self.counters["dropped_items"] += 1
@@ -232,9 +231,9 @@ class Inserter:
         description = self._site.description
         with self._lock:
             if description.run_id != self._run_id:
-                # What the node before held is gone, and with it what these transitions refer to.
-                self.counters["dropped_items"] += len(self._waiting) if self._run_id else 0
                 if self._run_id:
+                    # What the node before held is gone, and with it what these transitions refer to.
+                    self.counters["dropped_items"] += len(self._waiting)
                     self._waiting.clear()
                     self._unsent.clear()
                     self._unstored.clear()

@@ -1,7 +1,7 @@
 """Plain records shared by all parts: what an experience is, what a batch is, what a snapshot is."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,6 +69,20 @@ class NStepTransition(NamedTuple):
     action: int
     n_step_return: float
     discount: float
+
+
+class TransitionWriter(Protocol):
+    """What whoever makes transitions asks of `inserter.Inserter`; see there."""
+
+    counters: dict[str, int]
+
+    def add_row(self, stream: int, row_id: int, row: np.ndarray) -> None: ...
+
+    def add_transition(
+        self, stream: int, transition: NStepTransition, policy_version: int, priority: float
+    ) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class DrawnSamples(NamedTuple):

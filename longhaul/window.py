@@ -13,7 +13,6 @@ growing old. So each credit tells the gateway how long to hold the next draw bac
 arrive a little before they are needed.
 """
 
-import itertools
 import math
 import threading
 import time
@@ -32,7 +31,7 @@ _HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
 _LEAST_SPARE_S = 0.004  # kept for jitter
 _SPARE_SHARE = 0.25  # likewise, of the time between batches
 _LATE_SHARE = 0.1  # of the batches may come later than that: a path that stalls once in a while must not cost freshness
-_SPARE_RETUNES = 2  # that spare times are remembered for
+_MOST_SPARES = 4096  # between two retunes; in an outage there are none
 _WAIT_RETUNES = 5  # over which waiting is looked at: likewise
 
 
@@ -65,8 +64,8 @@ class Window:
         self._trying = 0
         self._rest = 0
         self._calm = 0
-        self._spares: list[float] = []  # since `retune`
-        self._spares_before: deque[list[float]] = deque(maxlen=_SPARE_RETUNES - 1)
+        self._spares: deque[float] = deque(maxlen=_MOST_SPARES)  # since `retune`
+        self._spares_before: list[float] = []  # of the retune before
         self.hold_s = 0.0
         self.size = min(_FIRST, largest)
 
@@ -125,14 +124,14 @@ class Window:
             self._set_hold(1.0 / rate)
 
     def _set_hold(self, period_s: float) -> None:
-        spares = sorted(itertools.chain(self._spares, *self._spares_before))
-        self._spares_before.append(self._spares)
-        self._spares = []
+        spares = sorted([*self._spares, *self._spares_before])
+        self._spares_before = list(self._spares)
+        self._spares.clear()
         if not spares:
             return
         excess_s = spares[int(_LATE_SHARE * len(spares))] - max(_LEAST_SPARE_S, _SPARE_SHARE * period_s)
         if excess_s < 0:
-            self._spares_before.clear()  # they have had their effect
+            self._spares_before = []  # they have had their effect
         # Slowly to more, at once to less.
         step = _HOLD_STEP if excess_s > 0 else 1.0
         # Rounding brings a batch too early by at most two periods, what was found by trying by as many more.

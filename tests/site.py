@@ -101,10 +101,10 @@ class CheckingLearner:
 
 
 @contextlib.contextmanager
-def running(run_config, port=0):
+def running(run_config, port=0, order="priority"):
     """A gateway, and a site client for writers."""
     stop = threading.Event()
-    gateway = Gateway(run_config, port=port)
+    gateway = Gateway(run_config, port=port, order=order)
     gateway.start()
     site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", stop)
     try:

@@ -13,7 +13,6 @@ pytest.importorskip("jax")
 from longhaul import codec, networks, scoring
 from longhaul.errors import Refused
 from longhaul.forwarder import Forwarder, RowCopies
-from longhaul.gateway import Gateway
 from longhaul.inserter import Inserter
 from longhaul.link import LinkClient
 from longhaul.metrics import MetricsWriter, read_jsonl
@@ -60,19 +59,9 @@ class Recorder:
         return [int(transition.n_step_return) for transition, _, _ in self.transitions]
 
 
-@contextlib.contextmanager
 def queue_site(config):
     """A site that forwards in order of arrival, and its actor's client."""
-    stop = threading.Event()
-    gateway = Gateway(config, order="arrival")
-    gateway.start()
-    site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", stop)
-    try:
-        yield gateway, site
-    finally:
-        stop.set()
-        site.close()
-        gateway.stop(0.2)
+    return running(config, order="arrival")
 
 
 @contextlib.contextmanager
