@@ -128,28 +128,18 @@ class Stream:
 
     def receive(self, requests: Iterator[pb.SampleRequest]) -> None:
         """Applies what the learner sends until it ends; runs in a thread of its own."""
-        session = self._session
         try:
             for request in requests:
-                session.heard_time_s = time.monotonic()
-                kind = request.WhichOneof("kind")
-                if kind == "ack":
-                    session.apply_ack(request.ack)
-                elif kind == "ping":
-                    pong = pb.Pong(
-                        id=request.ping.id,
-                        acked_sequence=session.acked_sequence,
-                        received_s=session.heard_time_s,
-                    )
-                    # The Acks behind it must not wait for a slow reader.
-                    self._messages.put_first(pb.SampleResponse(pong=pong), _QUEUED_PONGS)
-                else:
-                    raise Corruption(f"a stream carries acks and pings after its first message, not {kind!r}")
-        except Stopped:
-            pass
-        except Corruption as error:
-            session._counters["corrupt_messages"] += 1
-            self._fail(Refused(str(error)))
+                try:
+                    self._take(request)
+                except Corruption as error:
+                    self._session._counters["corrupt_messages"] += 1
+                    self._fail(Refused(str(error)))
+                    return
+                except Exception as error:
+                    if not self.closed.is_set():  # else the replay may be gone on purpose
+                        self._fail(error)
+                    return
         except Exception as error:
             # gRPC ends the iterator with an error of its own when the stream is cut, and keeps that error: its
             # traceback would keep this stream, its session and Reverb's threads.
@@ -158,6 +148,19 @@ class Stream:
                 logging.debug("the learner's stream ended: %s", error)
         finally:
             self.close()
+
+    def _take(self, request: pb.SampleRequest) -> None:
+        session = self._session
+        session.heard_time_s = time.monotonic()
+        kind = request.WhichOneof("kind")
+        if kind == "ack":
+            session.apply_ack(request.ack)
+        elif kind == "ping":
+            pong = pb.Pong(id=request.ping.id, acked_sequence=session.acked_sequence, received_s=session.heard_time_s)
+            # The Acks behind it must not wait for a slow reader.
+            self._messages.put_first(pb.SampleResponse(pong=pong), _QUEUED_PONGS)
+        else:
+            raise Corruption(f"a stream carries acks and pings after its first message, not {kind!r}")
 
     def messages(self) -> Iterator[pb.SampleResponse]:
         """Yields what is to be sent, until the stream is closed; raises what went wrong at this end."""

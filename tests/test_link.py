@@ -344,3 +344,11 @@ def test_a_transition_whose_rows_the_site_lacks_costs_itself_alone_and_is_counte
             assert min(learner.drawn) >= 0
         items.close()
         writer.close()
+
+
+def test_an_ack_that_can_not_be_applied_ends_the_stream_with_a_word(site, monkeypatch, caplog):
+    c, gateway, _ = site
+    monkeypatch.setattr(buffer.ReplayServer, "update_priorities", lambda *_: 1 / 0)
+    with linked(f"127.0.0.1:{gateway.port}", c) as link:
+        CheckingLearner(link, 2000).step()
+        eventually(lambda: "a call failed: division by zero" in caplog.text)
