@@ -76,6 +76,8 @@ def _figures_of(link_role: str) -> dict[str, _Figure]:
         "loss": _Figure("learner", "loss", "updates_per_s"),
         "loss_unweighted": _Figure("learner", "loss_unweighted", "updates_per_s"),
         "probe_loss": _Figure("evaluator", "probe_loss"),
+        "probe_priority": _Figure("evaluator", "probe_priority"),
+        "probe_priority_drawn": _Figure("evaluator", "probe_priority_drawn"),
         "arrival_priority": _Figure(link_role, "arrival_priority", "arrival_draws"),
         "arrival_priority_first": _Figure(link_role, "arrival_priority_first", "arrival_first_crossings"),
         "return": _Figure("evaluator", "return_mean"),
@@ -268,7 +270,8 @@ def verdicts(measured: dict[tuple[str, str], list[Pair]]) -> list[Verdict]:
                 f"Average priority of transferred experiences ({what}) at least {PRIORITY_RATIO_NEEDED} times the "
                 f"existing approach's, last quarter, {where}"
             )
-            found.append(_judge(claim, figure_ratio(pairs, "last", name), PRIORITY_RATIO_NEEDED, at_least=True))
+            verdict = _judge(claim, figure_ratio(pairs, "last", name), PRIORITY_RATIO_NEEDED, at_least=True)
+            found.append(verdict._replace(text=verdict.text + _attainable(pairs)))
         claim = f"Training loss at most {LOSS_RATIO_NEEDED:.0%} of the existing approach's, last quarter, {where}"
         found.append(_judge(claim, figure_ratio(pairs, "last", "loss"), LOSS_RATIO_NEEDED, at_least=False))
     for (setting, budget), pairs in measured.items():
@@ -283,6 +286,18 @@ def _judge(claim: str, found: Interval, needed: float, at_least: bool) -> Verdic
     holds = found.mean >= needed if at_least else found.mean <= needed
     return Verdict(
         claim, holds, _statement(holds, found, f"{'at least' if at_least else 'at most'} {needed:g}", needed)
+    )
+
+
+def _attainable(pairs: list[Pair]) -> str:
+    """Returns what draws on priorities that are never out of date would have given, in words."""
+    drawn, mean = (values(pairs, "proposed", "last", name) for name in ("probe_priority_drawn", "probe_priority"))
+    found = ratio(drawn, mean)
+    if not math.isfinite(found.mean):
+        return ""
+    return (
+        f"; draws from the site's newest stream on priorities never out of date would give {number(found.mean)} "
+        f"({span(found)}) times its mean"
     )
 
 

@@ -106,19 +106,19 @@ def _watch(config: config_dict.ConfigDict, spec: ExperienceSpec, site: "SiteClie
     workdir = command_line.workdir()
     metrics = MetricsWriter(workdir, "evaluator", config.metrics.tensorboard)
     snapshot, best = None, -np.inf
-    probe_loss = None
+    probe = None
     if config.actor.probe_share and workdir is not None:
         from longhaul import evaluation
 
-        probe_loss = evaluation.ProbeLoss(config, spec, workdir)
+        probe = evaluation.ProbeScores(config, spec, workdir)
     try:
         while not stop.is_set():
             snapshot = _newer_weights(site, snapshot, stop)
             began_s = time.monotonic()
             figures = _evaluate(config, spec, snapshot.payload, stop)
             figures |= {"weights_version": snapshot.version, "evaluation_s": time.monotonic() - began_s}
-            if probe_loss is not None and (loss := probe_loss.measure(snapshot.payload)) is not None:
-                figures["probe_loss"] = loss
+            if probe is not None:
+                figures |= probe.measure(snapshot.payload)
             logging.info("weights %d: mean return %.1f", snapshot.version, figures["return_mean"])
             if figures["return_mean"] > best:
                 best = figures["return_mean"]

@@ -19,6 +19,8 @@ FIGURES = {
     "loss": "training loss",
     "loss_unweighted": "training loss, without importance weights",
     "probe_loss": "loss on the probe",
+    "probe_priority": "priority on the probe",
+    "probe_priority_drawn": "priority on the probe, were it drawn by fresh priorities",
     "arrival_priority": "priority at arrival, all draws",
     "arrival_priority_first": "priority at arrival, first crossings",
     "return": "greedy return",

@@ -120,8 +120,10 @@ def _call(function: Any, episode: int, *args: Any, **kwargs: Any) -> Any:
         raise WorkerFailed(f"evaluation: the environment failed in episode {episode}: {error!r}") from error
 
 
-class ProbeLoss:
-    """The loss on the newest held-out transitions of the whole site, which nothing has been trained on; see probe.py.
+class ProbeScores:
+    """Loss and priorities of the newest held-out transitions of the whole site, which nothing has been trained on.
+
+    See probe.py for what they are.
 
     Args:
       config: whole configuration.
@@ -133,9 +135,15 @@ class ProbeLoss:
         self._workdir = workdir
         self._policy = Policy(spec, config, 1)
         self._scorer = scoring.Scorer(spec, config)
+        self._exponent = float(config.replay.priority_exponent)
 
-    def measure(self, payload: bytes) -> float | None:
-        """Returns the mean of Huber's loss without importance weights; None while too few are held out.
+    def measure(self, payload: bytes) -> dict[str, float]:
+        """Returns the figures below; none while too few are held out.
+
+        probe_loss: the mean loss, without importance weights.
+        probe_priority: the mean priority, p.
+        probe_priority_drawn: the mean priority of draws by it, sum p^(1 + alpha) / sum p^alpha. Over probe_priority it
+          is what prioritized replay of this stream can gain in priority if no priority ever were out of date.
 
         Args:
           payload: a snapshot's, as `codec.pack_weights` made it.
@@ -146,7 +154,12 @@ class ProbeLoss:
         """
         held_out = probe.newest(self._workdir, PROBE_TRANSITIONS)
         if held_out is None:
-            return None
+            return {}
         self._policy.adopt(payload)
-        _, losses = self._scorer.score(self._policy.params, *held_out)
-        return float(losses.mean(dtype=np.float64))
+        priorities, losses = (x.astype(np.float64) for x in self._scorer.score(self._policy.params, *held_out))
+        chances = priorities**self._exponent
+        return {
+            "probe_loss": float(losses.mean()),
+            "probe_priority": float(priorities.mean()),
+            "probe_priority_drawn": float((chances * priorities).sum() / chances.sum()),
+        }

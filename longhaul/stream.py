@@ -96,7 +96,7 @@ class Stream:
         self.closed = threading.Event()
         self._messages = _Pipe(_QUEUED_MESSAGES)
         self._error: Exception | None = None
-        self._drawn = _Pipe(1)  # from drawer to packer: a draw, when its credit was there, how long it was waited for
+        self._drawn = _Pipe(1)  # from drawer to packer: a draw, when it began, how long its credit was waited for
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("drawer", self._draw), ("packer", self._pack))
@@ -195,12 +195,13 @@ class Stream:
         while True:
             asked_s = time.monotonic()
             held_s = session.wait_credit(self.closed)
-            began_s = time.monotonic()
-            waited_s = began_s - asked_s - held_s
-            session.note_wait(waited_s, began_s)
+            credited_s = time.monotonic()
+            waited_s = credited_s - asked_s - held_s
+            session.note_wait(waited_s, credited_s)
             # A batch that is drawn while others wait to be packed or sent only grows old.
             self._drawn.wait_until(0)
             self._messages.wait_until(1)
+            began_s = time.monotonic()  # a credit that has waited here was not needed yet: no part of the service
             self._drawn.put((session.sampler.draw(self.closed), began_s, waited_s))
 
     def _pack(self) -> None:

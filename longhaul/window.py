@@ -14,6 +14,7 @@ arrive a little before they are needed.
 """
 
 import math
+import statistics
 import threading
 import time
 from collections import deque
@@ -22,15 +23,17 @@ LARGEST_HOLD_S = 1.0
 _HORIZON_S = 2.0  # rates are over the last seconds
 _FIRST = 2
 _WAITING_SHARE = 0.05  # of the time: an end that waits more could do more
-_GAIN = 1.02  # a larger window must let this much more through to be kept
+# A window that is too small lets through more in proportion to what is added to it, one that is not, nothing more: so
+# much of that proportion must be seen for an addition to be kept.
+_GAIN_SHARE = 0.5
 _STEP_DIVISOR = 8  # a try adds one batch to small windows, and an eighth to large ones
 _TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
 _CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
 _HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
 _LEAST_SPARE_S = 0.004  # kept for jitter
-_SPARE_SHARE = 0.25  # likewise, of the time between batches
-_LATE_SHARE = 0.1  # of the batches may come later than that: a path that stalls once in a while must not cost freshness
+_SPARE_SHARE = 0.2  # likewise, of the time between batches
+_LATE_SHARE = 0.2  # of the batches may come later than that: a path that stalls once in a while must not cost freshness
 _MOST_SPARES = 4096  # between two retunes; in an outage there are none
 _WAIT_RETUNES = 5  # over which waiting is looked at: likewise
 
@@ -55,10 +58,10 @@ class Window:
         self._since_s = time.monotonic()
         self._learner_waited_s = 0.0  # both ends, since `retune`
         self._gateway_waited_s = 0.0
-        self._waits: deque[tuple[float, float, float]] = deque(maxlen=_WAIT_RETUNES)  # likewise, and the time between
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_WAIT_RETUNES)  # likewise, as shares of the time
         self._retuned_s = time.monotonic()
         self._extra = 0  # beyond what is measured
-        self._rate_before_try = 0.0
+        self._rate_needed = 0.0  # for the try to be kept
         self._rates: deque[float] = deque(maxlen=_REST_RETUNES)
         self._step = 0
         self._trying = 0
@@ -104,9 +107,10 @@ class Window:
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             elapsed_s = max(now_s - self._retuned_s, 1e-3)
-            self._waits.append((self._learner_waited_s, self._gateway_waited_s, elapsed_s))
-            learner_s, gateway_s, span_s = (sum(column) for column in zip(*self._waits))
-            both_wait = min(learner_s, gateway_s) > _WAITING_SHARE * span_s
+            self._waits.append((self._learner_waited_s / elapsed_s, self._gateway_waited_s / elapsed_s))
+            # Medians: a path that stalls once in a while is not helped by a larger window.
+            learner_waits, gateway_waits = (statistics.median(shares) for shares in zip(*self._waits))
+            both_wait = min(learner_waits, gateway_waits) > _WAITING_SHARE
             self._learner_waited_s, self._gateway_waited_s, self._retuned_s = 0.0, 0.0, now_s
             if len(self._consumed) < 2 or not self._service_s:
                 return
@@ -114,7 +118,8 @@ class Window:
             rate = (len(self._consumed) - 1) / span_s
             self._try_extra(both_wait, rate)
             turnaround_s = rtt_s + sorted(self._service_s)[len(self._service_s) // 2]
-            wanted = math.ceil(turnaround_s * rate) + 1 + self._extra
+            busy = 1.0 - min(1.0, learner_waits)
+            wanted = math.ceil(turnaround_s * rate + busy) + self._extra
             before = self.size
             # Growth is bounded, since a rate measured over a burst says too much.
             self.size = min(wanted, 2 * self.size, self._largest)
@@ -144,7 +149,7 @@ class Window:
         self._calm = 0 if both_wait else self._calm + 1
         if self._trying > 0:
             self._trying -= 1
-            if self._trying == 0 and rate < _GAIN * self._rate_before_try:
+            if self._trying == 0 and rate < self._rate_needed:
                 self._extra = max(0, self._extra - self._step)
                 self._rest = _REST_RETUNES
         elif self._rest > 0:
@@ -152,7 +157,8 @@ class Window:
         elif both_wait and self.size < self._largest:
             self._step = max(1, self.size // _STEP_DIVISOR)
             self._extra += self._step
-            self._rate_before_try = max(self._rates)  # not that of a stall, beside which anything looks good
+            # Not the rate of a stall, beside which anything looks good.
+            self._rate_needed = (1.0 + _GAIN_SHARE * self._step / self.size) * max(self._rates)
             self._trying = _TRY_RETUNES
         elif self._calm >= _CALM_RETUNES:
             self._extra = max(0, self._extra - 1)

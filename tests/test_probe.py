@@ -1,6 +1,5 @@
 """The probe: what is held out never reaches the replay, the newest is kept, and its loss is Huber's, unweighted."""
 
-import math
 import threading
 
 import numpy as np
@@ -108,7 +107,7 @@ def test_an_actor_writes_what_it_does_not_hold_out_and_nothing_else(tmp_path, mo
     assert len(everything) == len(written) + held_out
 
 
-def test_the_probes_loss_is_hubers_by_hand(tmp_path):
+def test_the_probes_loss_and_priorities_by_hand(tmp_path):
     config = config_lib.default()
     config.env.id = "fakes:Oracle-v0"
     config.agent.update({"hidden": (8,), "network": "mlp", "huber_delta": 1.0})
@@ -116,8 +115,8 @@ def test_the_probes_loss_is_hubers_by_hand(tmp_path):
     network = networks.make_network(spec, config)
     params = networks.init_params(network, spec, 3)
     payload = codec.pack_weights(networks.flatten_params(params), "float32")
-    measure = evaluation.ProbeLoss(config, spec, tmp_path).measure
-    assert measure(payload) is None
+    measure = evaluation.ProbeScores(config, spec, tmp_path).measure
+    assert measure(payload) == {}
 
     rng = np.random.default_rng(0)
     count = evaluation.PROBE_TRANSITIONS
@@ -132,5 +131,8 @@ def test_the_probes_loss_is_hubers_by_hand(tmp_path):
     q_tm1, q_t = (np.asarray(network.apply(params, held_out.rows[:, [i]])) for i in range(2))
     errors = held_out.returns + held_out.discounts * q_t.max(axis=1) - q_tm1[np.arange(count), held_out.actions]
     losses = np.where(np.abs(errors) <= 1, errors**2 / 2, np.abs(errors) - 0.5)
-    assert measure(payload) == pytest.approx(losses.mean(), rel=1e-5)
-    assert math.isfinite(measure(payload))
+    priorities = np.abs(errors) + config.replay.priority_epsilon
+    drawn = np.average(priorities, weights=priorities**config.replay.priority_exponent)
+    assert drawn > 1.2 * priorities.mean()
+    expected = {"probe_loss": losses.mean(), "probe_priority": priorities.mean(), "probe_priority_drawn": drawn}
+    assert measure(payload) == pytest.approx(expected, rel=1e-5)
