@@ -155,6 +155,7 @@ class Actor:
         self._snapshot: Snapshot | None = None
         self._adopted: tuple[int, int] = (0, 0)  # (epoch, version) acted on
         self._adopted_time_s = 0.0
+        self._begun: Any = None  # values of the present stacks, begun while Python had other work
         self._progress = _Progress()
         self._writer: TransitionWriter | None = None
         self._pace = Pace(float(config.actor.steps_per_s))
@@ -199,33 +200,43 @@ class Actor:
 
     def _act(self) -> None:
         """One step of all streams: values, actions, transitions."""
-        q_values = self._policy.q_values(self._stacks)
+        q_values = self._policy.q_values(self._stacks) if self._begun is None else np.asarray(self._begun)
+        self._begun = None
         if self._held:
             self._write_held(self._first_priority.state_values(q_values))
         count = self._streams.num_streams
         random = self._rng.random(count) < self._exploration.epsilons(self._progress.env_steps)
         actions = np.where(random, self._rng.integers(self._spec.num_actions, size=count), q_values.argmax(axis=1))
         events = self._streams.step(actions)
-        self._add_steps(events, actions, q_values)
-        if events.failed.any():
+        valid = self._all_streams if events.valid.all() else np.flatnonzero(events.valid)
+        self._push_rows(events.next_rows, valid)
+        broken = bool(events.failed.any() or events.started.any())
+        if not broken:
+            # The device values the next stacks while the transitions are put together.
+            self._begun = self._policy.begin(self._stacks)
+        self._add_steps(events, valid, actions, q_values)
+        if broken:
             for stream in np.flatnonzero(events.failed).tolist():
                 self._accumulators[stream].abandon()
                 self._acted[stream].clear()
-        if events.started.any():
-            self._value_last_states(events)
-            self._begin(events)
+            if events.started.any():
+                self._value_last_states(events)
+                self._begin(events)
         self._progress.add_episodes(events.episodes)
 
-    def _add_steps(self, events: Events, actions: np.ndarray, q_values: np.ndarray) -> None:
-        """Hands rows and steps of the streams where an action was taken to the writer and the accumulators."""
-        valid = self._all_streams if events.valid.all() else np.flatnonzero(events.valid)
-        rows, stacks = events.next_rows, self._stacks
+    def _push_rows(self, rows: np.ndarray, valid: np.ndarray) -> None:
+        """Puts the newest rows of the streams where an action was taken onto their stacks."""
+        stacks = self._stacks
         if len(valid) == len(stacks):
             stacks[:, :-1] = stacks[:, 1:]
             stacks[:, -1] = rows
         else:
             stacks[valid, :-1] = stacks[valid, 1:]
             stacks[valid, -1] = rows[valid]
+
+    def _add_steps(self, events: Events, valid: np.ndarray, actions: np.ndarray, q_values: np.ndarray) -> None:
+        """Hands rows and steps of the streams where an action was taken to the writer and the accumulators."""
+        rows = events.next_rows
         version = self._adopted[1]
         all_acted = self._first_priority.acted(q_values, actions)
         columns = actions.tolist(), events.rewards.tolist(), events.terminated.tolist(), events.truncated.tolist()
@@ -303,6 +314,9 @@ class Actor:
             return
         try:
             self._policy.adopt(snapshot.payload)
+            if self._begun is not None:
+                np.asarray(self._begun)  # of the weights before: not used, but it must not read the stacks any more
+                self._begun = None
         except Corruption as error:
             self._progress.refused_weights += 1
             logging.warning("weights %d of epoch %d refused: %s", snapshot.version, snapshot.epoch, error)

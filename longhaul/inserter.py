@@ -148,6 +148,7 @@ class Inserter:
             if not self._has_room():
                 self.counters["dropped_items"] += 1
                 return False
+            idle = not (self._unsent or self._ask)
             for row in rows:
                 if not row.sent:
                     row.sent = True
@@ -157,7 +158,8 @@ class Inserter:
             self._handed_over += 1
             # Its rows may all be stored already, with no answer to come that would let it go.
             self._ask = self._queued_rows == self._stored_rows
-            self._lock.notify_all()
+            if idle:  # else the sender is awake: to wake it for each transition cost more than the transition
+                self._lock.notify_all()
         return True
 
     def close(self) -> None:

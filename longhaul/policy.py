@@ -64,13 +64,19 @@ class Policy:
 
     def q_values(self, stacks: np.ndarray) -> np.ndarray:
         """Returns float32 [B, num_actions] for stacked rows [B, stack, *row_shape] of the row dtype."""
+        return np.asarray(self.begin(stacks))
+
+    def begin(self, stacks: np.ndarray) -> jax.Array:
+        """Begins to value stacked rows; returns what np.asarray waits for, and makes the values of `q_values` from.
+
+        `stacks` must stay as they are until then: XLA may read them in place.
+        """
         assert stacks.shape == self._input_shape, (stacks.shape, self._input_shape)
         noise: tuple[Any, ...] = ()
         if self._noise_key is not None:
             noise = self._noise_key, np.uint32(self._calls % 2**32)
             self._calls += 1
-        # np.asarray waits for the result, so the caller may write into `stacks` again, which XLA may read in place.
-        return np.asarray(self._apply(self._params, stacks, *noise))
+        return self._apply(self._params, stacks, *noise)
 
     def adopt(self, payload: bytes) -> None:
         """Acts on packed weights from now on; on an error the ones before stay.
