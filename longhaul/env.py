@@ -144,20 +144,19 @@ class RowEnv(gymnasium.Wrapper):
                 f"config.env.id is {env_id!r}, whose action space is {env.action_space}: only Discrete can be learned"
             )
         self._layout = row_layout(env.observation_space, env_id)
-        first, count = int(env.action_space.start), int(env.action_space.n)
-        # Of the space's own dtype, as gymnasium's vector environments have them: its check of a Python int is slow.
-        self._actions = [env.action_space.dtype.type(first + i) for i in range(count)]  # type: ignore[union-attr]
+        # Of the space's own dtype, as gymnasium's vector environments have it: its check of a Python int is slow.
+        self._start = env.action_space.dtype.type(env.action_space.start)  # type: ignore[union-attr]
         self._clip_rewards = clip_rewards
         low, high = {"uint8": (0, 255), "bool": (0, 1)}.get(self._layout.dtype.name, (-np.inf, np.inf))
         self.observation_space = spaces.Box(low, high, self._layout.shape, self._layout.dtype.type)
-        self.action_space = spaces.Discrete(count)
+        self.action_space = spaces.Discrete(int(env.action_space.n))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
         return to_row(self._layout, observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observation, reward, terminated, truncated, info = self.env.step(self._actions[action])
+        observation, reward, terminated, truncated, info = self.env.step(self._start + action)
         if self._clip_rewards:
             # Zero and NaN stay what they are: hiding a NaN is not clipping's business.
             reward = 1.0 if reward > 0 else -1.0 if reward < 0 else reward  # type: ignore[operator]
