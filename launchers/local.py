@@ -5,6 +5,9 @@
 With --replay=learner it runs the existing approach instead, for comparison: the buffer node forwards experience in
 order of arrival, and prioritized replay stands beside the learner, in a second buffer node with a folder `cloud`.
 
+With --deterministic it runs one actor and the learner in lock-step instead, in one process and without a link: twice
+the same command on one machine gives the same metrics/losses.csv to the last bit.
+
 Shows progress, ends by itself when the evaluation reaches config.evaluation.target_return or the learner has made
 config.learner.max_updates updates, and leaves figures, logs, checkpoints, a summary and a plot in the run's folder.
 """
@@ -21,7 +24,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, emulated_link, link_flags, threads
+from launchers import command_line, deterministic, emulated_link, link_flags, threads
 from launchers.progress import Progress, RunFigures
 from longhaul import workers
 from longhaul.errors import ConfigError
@@ -54,13 +57,22 @@ _LEARNER_PYTHON_FLAG = flags.DEFINE_string(
     None,
     "interpreter for the learner; .venv-learner's where `make env-learner` built it, else this one",
 )
+_DETERMINISTIC = flags.DEFINE_bool(
+    "deterministic", False, "one actor and the learner in lock-step, in one process: the same losses to the last bit"
+)
 flags.adopt_module_key_flags(command_line)
 flags.adopt_module_key_flags(link_flags)
 
 
 def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
     link = emulated_link.parse_link(_LINK.value)
+    if _DETERMINISTIC.value:
+        if _LEARNER_PYTHON_FLAG.value:
+            raise ConfigError("--deterministic: there is one process, so leave --learner_python out")
+        deterministic.prepare(config, _REPLAY.value, link, _SECONDS.value, link_flags.BUDGET.value)
     workdir = command_line.workdir_or_new()
+    if _DETERMINISTIC.value:
+        deterministic.check_new(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         command_line.write_config(config, workdir)
@@ -70,8 +82,11 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> int:
     run = _Run(config, workdir)
     outcome = "failed"
     try:
-        with workers.Supervisor(workdir / "logs", hurry=signals.hurry) as children:
-            outcome = run.go(children, link, signals)
+        if _DETERMINISTIC.value:
+            outcome = deterministic.run(config, workdir, signals)
+        else:
+            with workers.Supervisor(workdir / "logs", hurry=signals.hurry) as children:
+                outcome = run.go(children, link, signals)
     finally:
         summary = run.summarise(outcome, link)
     if outcome != "interrupted" or not signals.hurry.is_set():

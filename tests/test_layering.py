@@ -60,6 +60,7 @@ ORDER = [
     *(
         "buffer",
         "row_store",
+        "seeded_replay",
         "queue_sampler",
         "site_client",
         "inserter",
@@ -70,6 +71,8 @@ ORDER = [
     ),
     # the parts
     *("actor", "forwarder", "gateway", "link", "learner"),
+    # actor and learner together, in one thread
+    "lockstep",
 ]
 PARTS = {"actor", "forwarder", "gateway", "link", "learner"}
 SITE_LIBRARIES = {"reverb", "tensorflow", "gymnasium", "ale_py", "cv2", "minatar"}
