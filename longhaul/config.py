@@ -67,6 +67,7 @@ def default() -> config_dict.ConfigDict:
             munchausen_clip=-1.0,  # the log-policy, times the temperature, is cut there
             reward_scale=1.0,  # returns are multiplied by it where they are learned from
             value_rescaling=False,  # values are R2D2's h of returns (Kapturowski et al. 2019)
+            compute_dtype="float32",  # or "bfloat16": of the layers' products; parameters, values, losses: float32
         ),
         replay=dict(
             capacity=100_000,  # transitions
@@ -91,7 +92,8 @@ def default() -> config_dict.ConfigDict:
             max_updates=50_000,  # the run ends then
             updates_per_s=0.0,  # at most; 0: as many as it can
             publish_period_updates=100,  # between publications of weights
-            cache_bytes=256 * 2**20,  # device memory for cached rows
+            cache_bytes=256 * 2**20,  # device memory for cached rows, on each device
+            devices=1,  # local devices that share out each minibatch, which must divide; 0: all there are
             checkpoint_period_s=60.0,
             keep_checkpoints=3,
         ),
@@ -180,6 +182,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "agent.munchausen_temperature": (_positive, "more than 0"),
     "agent.munchausen_clip": (lambda x: x <= 0, "0 or less"),
     "agent.reward_scale": (lambda x: 0 < x < math.inf, "more than 0 and finite"),
+    "agent.compute_dtype": (_one_of("float32", "bfloat16"), "'float32' or 'bfloat16'"),
     "replay.capacity": (_positive, "at least 1"),
     "replay.min_size": (_positive, "at least 1"),
     "replay.priority_exponent": (_unit, "from 0 to 1"),
@@ -201,6 +204,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "learner.updates_per_s": (_not_negative, "0 (as many as it can) or more"),
     "learner.publish_period_updates": (_positive, "at least 1"),
     "learner.cache_bytes": (_positive, "at least 1"),
+    "learner.devices": (_not_negative, "0 (all local ones) or more"),
     "learner.checkpoint_period_s": (_positive, "more than 0"),
     "learner.keep_checkpoints": (_positive, "at least 1"),
     "link.max_window": (_positive, "at least 1"),

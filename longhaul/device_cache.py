@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from longhaul.errors import ConfigError, Corruption
 from longhaul.types import ExperienceSpec
@@ -53,17 +54,21 @@ class DeviceCache:
       capacity: rows.
       row_shape: of one row.
       row_dtype: numpy name of its dtype.
+      sharding: None for jax's default device; over several devices, each has a whole copy. Split among them, any share
+        of a minibatch would need rows from all of them at each update; a copy costs a new row's way to each, once.
     """
 
-    def __init__(self, capacity: int, row_shape: tuple[int, ...], row_dtype: str):
+    def __init__(self, capacity: int, row_shape: tuple[int, ...], row_dtype: str, sharding: Sharding | None = None):
         self.capacity = capacity
         self.row_shape = tuple(row_shape)
         self.row_dtype = np.dtype(row_dtype)
         self._filled = np.zeros(capacity, np.bool_)
         self._writer = np.zeros(capacity, np.int32)
-        self._array = jnp.zeros((capacity, *self.row_shape), self.row_dtype)
+        self._sharding = sharding
+        self._array = jnp.zeros((capacity, *self.row_shape), self.row_dtype, device=sharding)
+        placed: dict[str, Any] = {} if sharding is None else {"out_shardings": sharding}
         self._scatter: Any = jax.jit(
-            lambda array, slots, rows: array.at[slots].set(rows, mode="drop"), donate_argnums=0
+            lambda array, slots, rows: array.at[slots].set(rows, mode="drop"), donate_argnums=0, **placed
         )
         self._gather: Any = jax.jit(lambda array, slots: array.at[slots].get(mode="promise_in_bounds"))
 
@@ -132,7 +137,7 @@ class DeviceCache:
             raise Corruption(f"audit of slots {slots.min()} to {slots.max()} in a cache of {self.capacity}")
         padded = np.zeros(_bucket(count), np.int32)
         padded[:count] = slots
-        return np.array(jax.device_get(self._gather(self._array, jax.device_put(padded)))[:count])
+        return np.array(jax.device_get(self._gather(self._array, jax.device_put(padded, self._sharding)))[:count])
 
     def crc32(self, slots: np.ndarray) -> int:
         """Returns zlib.crc32 over the contents of the slots, in the order given."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
-from longhaul import checkpoints, codec, device_cache, dqn, networks, pacing, scoring, train_step
+from longhaul import checkpoints, codec, device_cache, devices, dqn, networks, pacing, scoring, train_step
 from longhaul.background import NewestOnly
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
@@ -161,7 +161,8 @@ class Learner:
       epoch: greater than that of any learner before at this site.
 
     Raises:
-      ConfigError: the rows fit no network, or the cache does not hold one batch.
+      ConfigError: the rows fit no network, the cache does not hold one batch, a minibatch does not divide among the
+        devices, or the memory does not fit them.
       MismatchError: workdir holds the checkpoint of another experience or network.
     """
 
@@ -177,6 +178,7 @@ class Learner:
     ):
         self._config, self._spec, self._link, self._metrics = config, spec, link, metrics
         self._workdir, self._stop, self._epoch = workdir, stop, epoch
+        mesh = devices.make_mesh(config)
         minibatches, batch_size = int(config.learner.minibatches_per_pull), int(config.learner.batch_size)
         batch_rows = 2 * spec.stack * minibatches * batch_size
         # Replay holds a row for each transition and those of episodes' ends; rows that it has let go of linger until
@@ -187,8 +189,12 @@ class Learner:
 
         network = networks.make_network(spec, config)
         optimizer = dqn.make_optimizer(config)
+        shapes = devices.weights_shapes(network, spec)
+        _check_weights_size(shapes)
+        count = 1 if mesh is None else mesh.size
+        memory = devices.measure(shapes, optimizer, spec, config, capacity, count)
+        devices.announce(memory, capacity, mesh, config)
         params = networks.init_params(network, spec, config.seed)
-        _check_weights_size(params)
         self._state = dqn.init_state(params, optimizer, config.seed)
         restored = checkpoints.restore(workdir, self._state, spec, config)
         version = 0
@@ -199,11 +205,12 @@ class Learner:
             # Whatever a clock set back says, these weights must win over those of the learner that wrote it.
             self._epoch = max(epoch, restored[1].epoch + 1)
             logging.info("going on from the checkpoint of update %d", restored[1].step)
+        self._state = devices.replicate(self._state, mesh)
         self.updates = int(self._state.updates)
         self._tally = _Tally(int(self._state.skipped))
 
-        self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype)
-        self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config))
+        self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype, devices.replicated(mesh))
+        self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config), mesh)
         self._pace = pacing.Pace(float(config.learner.updates_per_s))
         self._transfer_pace = pacing.transfer_pace(config)
         self._arrivals = scoring.ArrivalTally() if config.metrics.score_transfers else None

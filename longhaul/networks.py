@@ -14,7 +14,7 @@ from ml_collections import config_dict
 from longhaul import torsos
 from longhaul.distributions import Distribution, make_distribution
 from longhaul.errors import ConfigError
-from longhaul.heads import Head
+from longhaul.heads import COMPUTE_DTYPES, Head
 from longhaul.types import ExperienceSpec, Params
 
 _KEY_SEPARATOR = "/"
@@ -24,7 +24,7 @@ class QNetwork(nn.Module):
     """A torso and a head.
 
     Attributes:
-      torso: rows [B, stack, *row_shape] of the row dtype -> features float32 [B, d].
+      torso: rows [B, stack, *row_shape] of the row dtype -> features [B, d], float32 or the compute dtype.
       head: features -> outputs.
       distribution: what the outputs mean.
     """
@@ -56,13 +56,15 @@ def make_network(spec: ExperienceSpec, config: config_dict.ConfigDict) -> QNetwo
             "let the environment give uint8, bool or float32"
         )
     hidden, sigma = tuple(int(width) for width in agent.hidden), float(agent.noisy_sigma)
+    compute_dtype = COMPUTE_DTYPES[agent.compute_dtype]
     torso: nn.Module
     if ":" in name:
-        torso = torsos.load_torso(name, hidden, spec)
+        torso = torsos.load_torso(name, hidden, spec, compute_dtype)
     else:
-        torso = torsos.TORSOS[torsos.choose(shape, name)][0](hidden, sigma)
+        torso = torsos.TORSOS[torsos.choose(shape, name)][0](hidden, sigma, compute_dtype)
     distribution = make_distribution(config)
-    return QNetwork(torso, Head(spec.num_actions, distribution.width, bool(agent.dueling), sigma), distribution)
+    head = Head(spec.num_actions, distribution.width, bool(agent.dueling), sigma, compute_dtype)
+    return QNetwork(torso, head, distribution)
 
 
 def init_params(network: nn.Module, spec: ExperienceSpec, seed: int) -> Params:

@@ -1,8 +1,9 @@
 """From stacked rows to features: the networks' lower parts, ours and users' own.
 
 A torso takes rows as replay holds them: scaling of uint8 is its business and nobody else's, so that actor, learner and
-evaluation can't differ. Ours are constructed as `Torso(hidden, noisy_sigma)`, with config.agent.hidden: a convolutional
-one takes the last width for its dense layer. Users' own are constructed as `Class(hidden=...)`, see `load_torso`.
+evaluation can't differ. Ours are constructed as `Torso(hidden, noisy_sigma, dtype)`, with config.agent.hidden: a
+convolutional one takes the last width for its dense layer. Users' own are constructed as `Class(hidden=...)`, see
+`load_torso`.
 """
 
 import importlib
@@ -44,17 +45,19 @@ class MLP(nn.Module):
     Attributes:
       hidden: their widths.
       noisy_sigma: see `heads.dense`.
+      dtype: that its layers compute in.
     """
 
     hidden: tuple[int, ...]
     noisy_sigma: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """[B, stack, *row_shape] of the row dtype -> float32 [B, hidden[-1]]."""
+        """[B, stack, *row_shape] of the row dtype -> [B, hidden[-1]], float32 or `dtype`."""
         x = to_float(rows).reshape(rows.shape[0], -1)
         for i, width in enumerate(self.hidden):
-            x = nn.relu(dense(width, self.noisy_sigma, f"dense_{i}")(x))
+            x = nn.relu(dense(width, self.noisy_sigma, f"dense_{i}", self.dtype)(x))
         return x
 
 
@@ -64,19 +67,23 @@ class NatureCNN(nn.Module):
     Attributes:
       hidden: the last is the dense layer's width, 512 in the paper.
       noisy_sigma: of that layer, see `heads.dense`.
+      dtype: that its layers compute in.
     """
 
     hidden: tuple[int, ...]
     noisy_sigma: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> [B, hidden[-1]], float32 or `dtype`."""
         x = to_image(rows)
         for i, (channels, kernel, stride) in enumerate(NATURE_CONVOLUTIONS):
-            x = nn.Conv(channels, (kernel, kernel), (stride, stride), padding="VALID", name=f"conv_{i}")(x)
+            x = nn.Conv(
+                channels, (kernel, kernel), (stride, stride), padding="VALID", dtype=self.dtype, name=f"conv_{i}"
+            )(x)
             x = nn.relu(x)
-        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(x.reshape(x.shape[0], -1)))
+        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense", self.dtype)(x.reshape(x.shape[0], -1)))
 
 
 class MinAtarCNN(nn.Module):
@@ -85,17 +92,23 @@ class MinAtarCNN(nn.Module):
     Attributes:
       hidden: the last is the dense layer's width, 128 in the paper.
       noisy_sigma: of that layer, see `heads.dense`.
+      dtype: that its layers compute in.
     """
 
     hidden: tuple[int, ...]
     noisy_sigma: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> [B, hidden[-1]], float32 or `dtype`."""
         x = to_image(rows)
-        x = nn.relu(nn.Conv(MINATAR_CHANNELS, (MINATAR_KERNEL, MINATAR_KERNEL), padding="VALID", name="conv")(x))
-        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(x.reshape(x.shape[0], -1)))
+        x = nn.relu(
+            nn.Conv(MINATAR_CHANNELS, (MINATAR_KERNEL, MINATAR_KERNEL), padding="VALID", dtype=self.dtype, name="conv")(
+                x
+            )
+        )
+        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense", self.dtype)(x.reshape(x.shape[0], -1)))
 
 
 class ImpalaResNet(nn.Module):
@@ -106,22 +119,26 @@ class ImpalaResNet(nn.Module):
     Attributes:
       hidden: the last is the dense layer's width, 256 in the paper.
       noisy_sigma: of that layer, see `heads.dense`.
+      dtype: that its layers compute in.
     """
 
     hidden: tuple[int, ...]
     noisy_sigma: float = 0.0
+    dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, rows: jax.Array) -> jax.Array:
-        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> float32 [B, hidden[-1]]."""
+        """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> [B, hidden[-1]], float32 or `dtype`."""
         x = to_image(rows)
         for i, channels in enumerate(IMPALA_CHANNELS):
-            x = nn.Conv(channels, (3, 3), name=f"conv_{i}")(x)
+            x = nn.Conv(channels, (3, 3), dtype=self.dtype, name=f"conv_{i}")(x)
             x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
             for block in ("a", "b"):
-                y = nn.Conv(channels, (3, 3), name=f"conv_{i}{block}_0")(nn.relu(x))
-                x = x + nn.Conv(channels, (3, 3), name=f"conv_{i}{block}_1")(nn.relu(y))
-        return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense")(nn.relu(x).reshape(x.shape[0], -1)))
+                y = nn.Conv(channels, (3, 3), dtype=self.dtype, name=f"conv_{i}{block}_0")(nn.relu(x))
+                x = x + nn.Conv(channels, (3, 3), dtype=self.dtype, name=f"conv_{i}{block}_1")(nn.relu(y))
+        return nn.relu(
+            dense(self.hidden[-1], self.noisy_sigma, "dense", self.dtype)(nn.relu(x).reshape(x.shape[0], -1))
+        )
 
 
 # Name -> class, and for images the smallest side that its convolutions take.
@@ -164,12 +181,14 @@ def choose(row_shape: tuple[int, ...], name: str) -> str:
     return name
 
 
-def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec) -> nn.Module:
+def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec, dtype: Any = jnp.float32) -> nn.Module:
     """Makes a user's own torso, named by config.agent.network as "module:Class".
 
     The class is a Flax module (flax.linen) with one field, `hidden: tuple[int, ...]` (config.agent.hidden, to be used
     as it likes). It is called with rows [B, stack, *row_shape] of the row dtype and returns features, float32 [B, d].
-    The head is ours, so that every option of config.agent works with it. The learner, the actors and evaluation must
+    The head is ours, so that every option of config.agent works with it. With config.agent.compute_dtype="bfloat16" it
+    needs a second field `dtype`, given as `Class(hidden=..., dtype=jnp.bfloat16)`, to compute in, and may return
+    features of that dtype. The learner, the actors and evaluation must
     all be able to import the module.
 
     Raises:
@@ -178,7 +197,9 @@ def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec) -> nn.M
     said = f"config.agent.network is {path!r}"
     module, _, name = path.partition(":")
     try:
-        torso = getattr(importlib.import_module(module), name)(hidden=hidden)
+        torso_class = getattr(importlib.import_module(module), name)
+        takes_dtype = "dtype" in getattr(torso_class, "__dataclass_fields__", {})
+        torso = torso_class(hidden=hidden, dtype=dtype) if takes_dtype else torso_class(hidden=hidden)
     except ImportError as error:
         raise ConfigError(
             f"{said}, and module {module!r} can't be imported: {error}; install it, or add its folder to PYTHONPATH"
@@ -189,6 +210,11 @@ def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec) -> nn.M
         raise ConfigError(f"{said}, which can't be made as {name}(hidden={hidden}): {error}") from error
     if not isinstance(torso, nn.Module):
         raise ConfigError(f"{said}, which is no Flax module: derive {name} from flax.linen.Module")
+    if dtype != jnp.float32 and not takes_dtype:
+        raise ConfigError(
+            f"config.agent.compute_dtype is {jnp.dtype(dtype).name!r}, and {path} has no field to be told so: give it "
+            "`dtype: Any = jnp.float32` and let its layers compute in that, or use 'float32'"
+        )
     rows = jax.ShapeDtypeStruct((2, spec.stack, *spec.row_shape), np.dtype(spec.row_dtype))
     try:
         features, variables = jax.eval_shape(torso.init_with_output, jax.random.PRNGKey(0), rows)
@@ -198,7 +224,7 @@ def load_torso(path: str, hidden: tuple[int, ...], spec: ExperienceSpec) -> nn.M
             f"{said}, which fails on rows {np.dtype(spec.row_dtype).name}{list(rows.shape)}: "
             f"{type(error).__name__}: {first_line}"
         ) from error
-    if getattr(features, "ndim", 0) != 2 or features.shape[0] != 2 or features.dtype != jnp.float32:
+    if getattr(features, "ndim", 0) != 2 or features.shape[0] != 2 or features.dtype not in (jnp.float32, dtype):
         got = f"{features.dtype}{list(features.shape)}" if hasattr(features, "dtype") else type(features).__name__
         raise ConfigError(f"{said}, which returns {got} for rows {list(rows.shape)}, and must return float32 [2, d]")
     leaves = jax.tree_util.tree_leaves(variables)

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from longhaul import devices
 from longhaul.dqn import METRICS, Minibatch, TrainState, Update
 from longhaul.errors import Corruption, MismatchError
 from longhaul.types import Batch, ExperienceSpec
@@ -90,8 +92,10 @@ def unpack(packed: jax.Array) -> Minibatch:
     return Minibatch(slots, actions, *(jax.lax.bitcast_convert_type(x, jnp.float32) for x in floats))
 
 
-def make_train_step(update: Update) -> TrainStep:
+def make_train_step(update: Update, mesh: Mesh | None = None) -> TrainStep:
     """Returns the jitted `(state, cache, packed batch) -> (state, report)`; the state is donated, the cache only read.
+
+    With a mesh each of its devices takes its share of every minibatch; state, cache and report are whole on each.
 
     Minibatches follow each other, the second trained from where the first has got to. The report is float32
     [K*B + K*F]: the priorities, then for each minibatch the F figures of `dqn.METRICS`.
@@ -106,7 +110,15 @@ def make_train_step(update: Update) -> TrainStep:
         state, (priorities, figures) = follow(one, state, unpack(packed))
         return state, jnp.concatenate([priorities.reshape(-1), figures.reshape(-1)])
 
-    return jax.jit(train_step, donate_argnums=0)
+    if mesh is None:
+        return jax.jit(train_step, donate_argnums=0)
+    whole = devices.replicated(mesh)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(whole, whole, devices.split_packed(mesh)),
+        out_shardings=(whole, whole),
+    )
 
 
 def _one_by_one(

@@ -1,5 +1,7 @@
 """Torsos as users write them, good and bad: see test_networks.py."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -54,3 +56,14 @@ class NoField(nn.Module):
 
 def not_a_module(hidden):
     return hidden
+
+
+class Narrow(Good):
+    """Computes in the dtype that it is told, and says so."""
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, rows):
+        newest = rows[:, -1].reshape(rows.shape[0], -1)
+        return nn.relu(nn.Dense(self.hidden[0], dtype=self.dtype, name="own")(newest))

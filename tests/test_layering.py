@@ -51,6 +51,7 @@ ORDER = [
         "torsos",
         "networks",
         "policy",
+        "devices",
         "dqn",
         "device_cache",
         "train_step",
