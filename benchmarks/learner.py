@@ -1,67 +1,126 @@
-"""How fast the learner's loop is on batches already in memory, against its jitted step alone.
+"""How fast the learner is when its batches come over a link, against its jitted step on data already in memory.
 
-  python -m benchmarks.learner [--batch_size=64] [--minibatches=1,8] [--hidden=256,256] [--seconds=10]
+  python -m benchmarks.learner [--network=mlp] [--batch_size=64] [--minibatches=8] [--rtts_ms=0,50,200] [--seconds=6]
 
-Rounds of the loop and of the step alone alternate, so that whatever else the machine does meets both. Prints one JSON
-object on its last line: for each K, `updates_per_s` and `samples_per_s` of the loop (checks, row inserts, packing,
-priorities, metrics and publishing included), `step_updates_per_s` of the step alone on data on the device, their ratio.
+Rounds of each alternate, so that whatever else the machine does meets all of them; each figure is the best round's.
+
+* `step`: the jitted call alone, its batches on the device and nothing fetched in between: the upper bound;
+* `memory`: the learner's whole loop (checks, row inserts, packing, priorities, metrics, publishing) on batches made
+  beforehand, each with new rows as a cache that evicts would ask for;
+* `link_<RTT>ms`: the whole loop over a real link: a buffer node in a process of its own (--site_python: where Reverb
+  is installed), which inserts a transition for each eight drawn, and the project's relay, 1 Gbit/s, in between.
+
+Prints one JSON object on its last line: updates/s of each; ratios to `step` and, of the links, to `memory`; of the
+links the shares of time that the learner's thread spends waiting for batches (idle), placing rows (transfer), handing
+batches to the device (dispatch) and waiting for it (compute), and that the link's thread spends on decoding (decode,
+beside the others); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and the
+Nature CNN on 84x84x4 pixels. All ends share this machine's cores: the site's work is part of the price.
 """
 
 import argparse
+import contextlib
 import json
 import logging
+import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from longhaul import train_step
 from longhaul.config import default
 from longhaul.errors import Stopped
-from longhaul.learner import Learner
-from longhaul.metrics import MetricsWriter
-from longhaul.types import Batch, ExperienceSpec, Snapshot
+from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot
 
-SPEC = ExperienceSpec("CartPole-v1", (4,), "float32", stack=1, num_actions=2, n_step=3, gamma=0.99)
-_FILLED = 20_000  # cache slots in use
-_BATCHES = 64  # made beforehand and handed out in turn
-_ROUNDS = 4
+_SPECS = {
+    "mlp": ExperienceSpec("CartPole-v1", (4,), "float32", stack=1, num_actions=2, n_step=3, gamma=0.99),
+    "nature": ExperienceSpec("ALE", (84, 84), "uint8", stack=4, num_actions=4, n_step=3, gamma=0.99),
+}
+_FILLED = {"mlp": 20_000, "nature": 4_000}  # cache slots in use
+_TRANSITIONS = {"mlp": 20_000, "nature": 10_000}  # at the site
+_BATCHES = 32  # made beforehand and handed out in turn
+_WARM_BATCHES = 40  # the first ones compile, and fill the cache of a link
+_WARM_S = 6.0
+_RATE_MBIT = 1000.0
+_REPLAY_RATIO = 8.0
+
+
+def make_config(network: str, batch_size: int, minibatches: int) -> Any:
+    """Returns the configuration of both ends."""
+    config = default()
+    config.agent.network = network
+    if network == "nature":
+        config.env.stack = _SPECS[network].stack
+        config.agent.hidden = (512,)
+    config.replay.capacity = 2 * _TRANSITIONS[network]
+    config.learner.update(batch_size=batch_size, minibatches_per_pull=minibatches, max_updates=10**9)
+    return config
+
+
+# ---- sources of batches, with LinkClient's interface
+
+
+class _Clock:
+    """Ends a measurement: counts batches after the warm-up, for so long."""
+
+    def __init__(self, warm_batches: int, warm_s: float, seconds: float):
+        self._warm_batches, self._warm_s, self._seconds = warm_batches, warm_s, seconds
+        self._began_s = time.monotonic()
+        self._handed_out = 0
+        self._first = 0
+        self.start_s = 0.0
+        self.batches_per_s = 0.0
+
+    def tick(self) -> bool:
+        """Counts a batch; True where the measured time has just begun.
+
+        Raises:
+          Stopped: the measurement is over.
+        """
+        now_s = time.monotonic()
+        warm = self._handed_out >= self._warm_batches and now_s - self._began_s >= self._warm_s
+        self._handed_out += 1
+        if self.start_s:
+            if now_s - self.start_s > self._seconds:
+                self.batches_per_s = (self._handed_out - 1 - self._first) / (now_s - self.start_s)
+                raise Stopped("measured")
+        elif warm:
+            self.start_s, self._first = now_s, self._handed_out - 1
+            return True
+        return False
 
 
 class MemorySource:
-    """LinkClient's interface over batches made beforehand; always has the next one ready.
+    """Batches made beforehand; always has the next one ready."""
 
-    Args:
-      seconds: after so long next_batch raises Stopped.
-      new_rows: rows each batch brings along, as a cache that evicts would ask for.
-      warm_batches: handed out before the clock starts: the first ones compile.
-    """
+    def __init__(self, network: str, new_rows: int, clock: _Clock):
+        self._spec, self._filled, self._new_rows, self._clock = _SPECS[network], _FILLED[network], new_rows, clock
+        self.batches: list[Batch] = []
+        self._next = 0
 
-    def __init__(self, new_rows: int, warm_batches: int = 50):
-        self._new_rows, self._warm_batches = new_rows, warm_batches
-        self._batches: list[Batch] = []
-        self.seconds, self.handed_out, self.acks, self.start_s, self.end_s = 0.0, 0, 0, 0.0, 0.0
-
-    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int) -> None:
+    def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
         rng = np.random.default_rng(0)
-        shape = (minibatches, batch_size)
+        spec, shape = self._spec, (minibatches, batch_size)
         for i in range(_BATCHES):
-            count = _FILLED if i == 0 else self._new_rows
-            self._batches.append(
+            count = self._filled if i == 0 else self._new_rows
+            rows = (rng.standard_normal((count, *spec.row_shape)) * 60).astype(spec.row_dtype)
+            self.batches.append(
                 Batch(
                     sequence=i + 1,
-                    slots=rng.integers(0, _FILLED, (*shape, 2 * SPEC.stack)).astype(np.int32),
-                    actions=rng.integers(0, SPEC.num_actions, shape).astype(np.int32),
+                    slots=rng.integers(0, self._filled, (*shape, 2 * spec.stack)).astype(np.int32),
+                    actions=rng.integers(0, spec.num_actions, shape).astype(np.int32),
                     returns=rng.standard_normal(shape).astype(np.float32),
-                    discounts=np.full(shape, SPEC.gamma**SPEC.n_step, np.float32),
+                    discounts=np.full(shape, spec.gamma**spec.n_step, np.float32),
                     probabilities=rng.uniform(1e-5, 1e-3, shape).astype(np.float32),
                     table_size=100_000,
-                    new_slots=rng.permutation(_FILLED)[:count].astype(np.int32),
-                    new_rows=rng.standard_normal((count, *SPEC.row_shape)).astype(SPEC.row_dtype),
+                    new_slots=rng.permutation(self._filled)[:count].astype(np.int32),
+                    new_rows=rows,
                     received_time_s=time.monotonic(),
                     audit_slots=np.zeros(0, np.int32),
                     audit_crc32=0,
@@ -70,21 +129,13 @@ class MemorySource:
             )
 
     def next_batch(self, timeout_s: float) -> Batch | None:
-        if self.handed_out == self._warm_batches:
-            self.start_s = time.monotonic()
-        elif self.handed_out > self._warm_batches and time.monotonic() - self.start_s > self.seconds:
-            self.end_s = time.monotonic()
-            raise Stopped("measured")
-        batch = self._batches[0 if self.handed_out == 0 else 1 + self.handed_out % (_BATCHES - 1)]
-        self.handed_out += 1
+        self._clock.tick()
+        batch = self.batches[0 if self._next == 0 else 1 + self._next % (_BATCHES - 1)]
+        self._next += 1
         return batch
 
-    @property
-    def batches_per_s(self) -> float:
-        return (self.handed_out - self._warm_batches) / (self.end_s - self.start_s)
-
     def ack(self, sequence: int, priorities: np.ndarray) -> None:
-        self.acks += 1
+        pass
 
     def publish(self, snapshot: Snapshot) -> None:
         pass
@@ -93,68 +144,253 @@ class MemorySource:
         return {}
 
 
-def measure_loop(config: Any, new_rows: int, seconds: float) -> float:
-    """Returns updates per second of the whole loop, over `seconds` after warming up."""
-    source = MemorySource(new_rows)
-    source.seconds = seconds
-    with tempfile.TemporaryDirectory() as folder, MetricsWriter(Path(folder), "learner", tensorboard=False) as metrics:
-        Learner(config, SPEC, source, metrics, Path(folder), threading.Event(), 1).run()
-    return source.batches_per_s * config.learner.minibatches_per_pull
+class _Shares:
+    """Seconds spent in functions, by what they are for."""
+
+    def __init__(self) -> None:
+        self.seconds = {"idle": 0.0, "transfer": 0.0, "dispatch": 0.0, "compute": 0.0, "decode": 0.0}
+
+    def time(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began_s = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[kind] += time.monotonic() - began_s
+
+        return timed
+
+    def begin(self) -> None:
+        for kind in self.seconds:
+            self.seconds[kind] = 0.0
 
 
-def measure_step(config: Any, seconds: float) -> float:
+# ---- what is measured
+
+
+@contextlib.contextmanager
+def _learner(config: Any, network: str, source: Any) -> Iterator[Any]:
+    from longhaul.learner import Learner
+    from longhaul.metrics import MetricsWriter
+
+    with tempfile.TemporaryDirectory() as folder, MetricsWriter(None, "learner") as metrics:
+        yield Learner(config, _SPECS[network], source, metrics, Path(folder), threading.Event(), int(time.time() * 1e3))
+
+
+def measure_step(config: Any, network: str, seconds: float) -> float:
     """Returns updates per second of the jitted step alone, its data on the device and nothing fetched."""
-    source = MemorySource(0)
-    with tempfile.TemporaryDirectory() as folder:
-        learner = Learner(config, SPEC, source, MetricsWriter(None, "learner"), Path(folder), threading.Event(), 1)
+    import jax
+
+    from longhaul import train_step
+
+    source = MemorySource(network, 0, _Clock(0, 0.0, 0.0))
+    with _learner(config, network, source) as learner:
         minibatches = config.learner.minibatches_per_pull
-        source.open(_FILLED, config.learner.batch_size, minibatches, 1)
-        packed = [jax.device_put(train_step.pack_batch(batch)) for batch in source._batches]
+        source.open(_FILLED[network], config.learner.batch_size, minibatches, 1)
+        packed = [jax.device_put(train_step.pack_batch(batch)) for batch in source.batches]
         state, cache = learner._state, learner._cache.array
-        calls, start_s = 0, time.monotonic()
-        while calls == 0 or time.monotonic() - start_s < seconds:
-            for i in range(20):
+        at_once = 20 if network == "mlp" else 1
+        calls, start_s = 0, 0.0
+        while not start_s or time.monotonic() - start_s < seconds:
+            for i in range(at_once):
                 state, report = learner._train_step(state, cache, packed[i])
             jax.block_until_ready(report)  # so that no endless queue of calls is timed
-            if calls == 0:
-                start_s = time.monotonic()  # the first ones compile
-            calls += 20
-        return (calls - 20) * minibatches / (time.monotonic() - start_s)
+            calls += at_once if start_s else 0
+            start_s = start_s or time.monotonic()  # the first ones compile
+        return calls * minibatches / (time.monotonic() - start_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch_size", type=int, default=64, help="B, transitions per update")
-    parser.add_argument("--minibatches", default="1,8", help="values of K, updates per batch pulled")
-    parser.add_argument("--hidden", default="256,256", help="widths of the MLP")
-    parser.add_argument("--new_rows_per_sample", type=float, default=0.125, help="rows sent per sample drawn")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement, over all rounds")
-    arguments = parser.parse_args()
+def measure_memory(config: Any, network: str, seconds: float) -> float:
+    """Returns updates per second of the whole loop on batches in memory."""
+    samples = config.learner.batch_size * config.learner.minibatches_per_pull
+    clock = _Clock(_WARM_BATCHES if network == "mlp" else 3, 0.0, seconds)
+    with _learner(config, network, MemorySource(network, int(samples / _REPLAY_RATIO), clock)) as learner:
+        learner.run()
+    return clock.batches_per_s * config.learner.minibatches_per_pull
+
+
+def measure_link(config: Any, network: str, seconds: float, gateway: str, rtt_ms: float) -> dict[str, Any]:
+    """Returns updates per second of the whole loop over a link, and where its time goes."""
+    from longhaul.link import LinkClient
+    from longhaul.relay import Relay
+
+    host, port = gateway.rsplit(":", 1)
+    clock = _Clock(3, _WARM_S, seconds)
+    shares = _Shares()
+    with Relay((host, int(port)), rtt_ms / 1000, _RATE_MBIT * 1e6 / 8) as relay:
+        link = LinkClient(relay.address, config, secrets.randbits(60), threading.Event())
+        link.describe(30.0)
+        with _learner(config, network, link) as learner:
+            compiled: list[int] = []
+            next_batch = link.next_batch
+
+            def counted(timeout_s: float) -> Batch | None:
+                batch = next_batch(timeout_s)
+                if batch is not None and clock.tick():
+                    shares.begin()
+                    compiled.append(learner.compilations)
+                return batch
+
+            link.next_batch = shares.time("idle", counted)  # type: ignore[method-assign]
+            link._inbox.put = shares.time("decode", link._inbox.put)  # type: ignore[method-assign]
+            learner._cache.insert = shares.time("transfer", learner._cache.insert)
+            learner._train_step = _Called(learner._train_step, shares.time("dispatch", learner._train_step))
+            learner._settle = shares.time("compute", learner._settle)
+            try:
+                learner.run()
+                recompiled = learner.compilations - compiled[0]
+            finally:
+                link.close()
+    return {
+        "updates_per_s": clock.batches_per_s * config.learner.minibatches_per_pull,
+        **{kind: round(spent_s / seconds, 3) for kind, spent_s in shares.seconds.items()},
+        "recompiled": recompiled,
+    }
+
+
+class _Called:
+    """A jitted function that is called another way, and else is what it was."""
+
+    def __init__(self, function: Any, call: Callable[..., Any]):
+        self._function, self._call = function, call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+# ---- the site
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """A buffer node, filled with random transitions, that inserts one for each eight drawn; says when it is filled."""
+    from longhaul.gateway import Gateway
+    from longhaul.inserter import Inserter
+    from longhaul.nstep import NStepAccumulator
+    from longhaul.site_client import SiteClient
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    spec = _SPECS[arguments.network]
+    gateway = Gateway(make_config(arguments.network, 1, 1), "127.0.0.1", 0, 0)
+    gateway.start()
+    stop = threading.Event()
+    site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", stop)
+    site.announce(spec)
+    writer = Inserter(site, spec, 1, spec.stack + spec.n_step + 1, 1024, 30.0)
+    rng = np.random.default_rng(0)
+    # As compressible as a game's frames: mostly flat, a few places differ.
+    picture = (rng.standard_normal(spec.row_shape) * 60).astype(spec.row_dtype)
+    steps = NStepAccumulator(spec.n_step, spec.gamma, spec.stack)
+    row_ids = iter(range(1 + (secrets.randbits(30) << 33), 2**63 - 1))
+
+    def insert() -> Iterator[NStepTransition]:
+        first = True
+        while True:
+            row_id = next(row_ids)
+            row = picture.copy()
+            places = tuple(rng.integers(0, side, 8) for side in spec.row_shape)
+            row[places] = rng.integers(0, 255, 8)
+            writer.add_row(0, row_id, row)
+            if first:
+                steps.start(row_id)
+                first = False
+                continue
+            for transition in steps.step(int(rng.integers(spec.num_actions)), 0.1, False, False, row_id):
+                writer.add_transition(0, transition, 1, float(rng.exponential()) + 1e-3)
+                yield transition
+
+    source = insert()
+    for _ in range(_TRANSITIONS[arguments.network]):
+        next(source)
+    print(f"ready 127.0.0.1:{gateway.port}", flush=True)
+    inserted, before = 0, gateway.read_stats()["samples"]
+    try:
+        while not stop.wait(0.02):
+            while inserted < (gateway.read_stats()["samples"] - before) / _REPLAY_RATIO:
+                for _ in range(32):
+                    next(source)
+                inserted += 32
+    except KeyboardInterrupt:
+        pass
+    finally:
+        writer.close()
+        site.close()
+        gateway.stop()
+
+
+@contextlib.contextmanager
+def _site(python: str, network: str) -> Iterator[str]:
+    command = [python, "-m", "benchmarks.learner", "serve", f"--network={network}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as node:
+        try:
+            assert node.stdout is not None
+            yield next(line for line in node.stdout if line.startswith("ready")).split()[1]
+        except StopIteration:
+            raise SystemExit(f"--site_python={python}: the site did not start; it needs Reverb") from None
+        finally:
+            node.terminate()
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measures everything."""
+    import jax
+
     logging.getLogger().setLevel(logging.ERROR)
     # Each round builds its learner anew; only the first compiles.
     programs = tempfile.TemporaryDirectory()
     jax.config.update("jax_compilation_cache_dir", programs.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    figures: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    figures |= {"batch_size": arguments.batch_size, "hidden": arguments.hidden}
-    for minibatches in (int(k) for k in arguments.minibatches.split(",")):
-        config = default()
-        config.agent.hidden = tuple(int(width) for width in arguments.hidden.split(","))
-        config.learner.update(batch_size=arguments.batch_size, minibatches_per_pull=minibatches, max_updates=10**9)
-        new_rows = int(arguments.new_rows_per_sample * arguments.batch_size * minibatches)
-        loop, step = [], []
-        for _ in range(_ROUNDS):
-            loop.append(measure_loop(config, new_rows, arguments.seconds / _ROUNDS))
-            step.append(measure_step(config, arguments.seconds / _ROUNDS))
-        figures[f"K{minibatches}"] = {
-            "updates_per_s": round(max(loop), 1),
-            "samples_per_s": round(max(loop) * arguments.batch_size),
-            "step_updates_per_s": round(max(step), 1),
-            "ratio": round(max(loop) / max(step), 3),
-        }
+    network, seconds = arguments.network, arguments.seconds
+    config = make_config(network, arguments.batch_size, arguments.minibatches)
+    rtts = [float(text) for text in arguments.rtts_ms.split(",") if text]
+    step: list[float] = []
+    memory: list[float] = []
+    links: dict[float, list[dict[str, Any]]] = {rtt: [] for rtt in rtts}
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(_site(arguments.site_python, network)) if rtts else ""
+        for _ in range(arguments.rounds):
+            step.append(measure_step(config, network, seconds))
+            memory.append(measure_memory(config, network, seconds))
+            for rtt, found in links.items():
+                found.append(measure_link(config, network, seconds, gateway, rtt))
     programs.cleanup()
-    print(json.dumps(figures))
+    figures: dict[str, Any] = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "network": network,
+        "batch_size": arguments.batch_size,
+        "minibatches_per_pull": arguments.minibatches,
+        "step": {"updates_per_s": round(max(step), 2)},
+        "memory": {"updates_per_s": round(max(memory), 2), "of_step": round(max(memory) / max(step), 3)},
+    }
+    for rtt, found in links.items():
+        best = max(found, key=lambda one: one["updates_per_s"])
+        rate = best["updates_per_s"]
+        ratios = {"of_step": round(rate / max(step), 3), "of_memory": round(rate / max(memory), 3)}
+        figures[f"link_{rtt:g}ms"] = {**best, "updates_per_s": round(rate, 2), **ratios}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", nargs="?", choices=("run", "serve"), default="run")
+    parser.add_argument("--network", choices=tuple(_SPECS), default="mlp")
+    parser.add_argument("--batch_size", type=int, default=64, help="B, transitions per update")
+    parser.add_argument("--minibatches", type=int, default=8, help="K, updates per batch pulled")
+    parser.add_argument("--rtts_ms", default="0,50,200", help="round trips; empty for none")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of each round")
+    parser.add_argument("--site_python", default=sys.executable, help="interpreter of the site's process")
+    arguments = parser.parse_args()
+    if arguments.command == "serve":
+        serve(arguments)
+    else:
+        print(json.dumps(run(arguments)))
 
 
 if __name__ == "__main__":
