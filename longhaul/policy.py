@@ -16,6 +16,8 @@ from longhaul.errors import Corruption
 from longhaul.heads import NOISE
 from longhaul.types import ExperienceSpec, Params
 
+_ACTORS = 2  # of the run's keys; 1 is the learner's (dqn.init_state)
+
 
 @functools.lru_cache(maxsize=8)
 def _compiled(network: Any, noisy: bool) -> Any:
@@ -50,7 +52,8 @@ class Policy:
         network = networks.make_network(spec, config)
         self._noise_key: jax.Array | None = None
         if noise_seed is not None and config.agent.noisy_sigma > 0:
-            self._noise_key = jax.random.fold_in(jax.random.PRNGKey(config.seed), noise_seed)
+            actors = jax.random.fold_in(jax.random.PRNGKey(config.seed), _ACTORS)
+            self._noise_key = jax.random.fold_in(actors, noise_seed)
         self._calls = 0
         self._apply = _compiled(network, self._noise_key is not None)
         self._params = _first_params(network, spec, config.seed)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from longhaul import codec, networks
+from longhaul import codec, dqn, networks
 from longhaul.config import default
 from longhaul.policy import Policy
 from longhaul.types import ExperienceSpec
@@ -39,6 +39,13 @@ def test_noise_differs_from_call_to_call_actor_to_actor_and_stream_to_stream():
     assert (first != second).any() and (first != other.q_values(alike)).any()
     np.testing.assert_array_equal(again.q_values(alike), first)
     assert (first[1:] != first[0]).any(axis=1).all()
+
+
+def test_no_actors_noise_is_the_learners():
+    keys = [make_policy(noise_seed=index, noisy_sigma=0.5)._noise_key for index in range(3)]
+    config = default()
+    learners = dqn.init_state({"w": np.zeros(1)}, dqn.make_optimizer(config), config.seed).rng
+    assert not any(np.array_equal(key, learners) for key in keys)
 
 
 def test_without_a_noise_seed_or_noisy_layers_there_is_no_noise():
