@@ -42,7 +42,7 @@ def test_noise_differs_from_call_to_call_actor_to_actor_and_stream_to_stream():
 
 
 def test_no_actors_noise_is_the_learners():
-    keys = [make_policy(noise_seed=index, noisy_sigma=0.5)._noise_key for index in range(3)]
+    keys = [make_policy(noise_seed=index, noisy_sigma=0.5)[0]._noise_key for index in range(3)]
     config = default()
     learners = dqn.init_state({"w": np.zeros(1)}, dqn.make_optimizer(config), config.seed).rng
     assert not any(np.array_equal(key, learners) for key in keys)
