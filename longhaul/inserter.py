@@ -35,10 +35,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 class _Row:
     """One of a stream's newest rows."""
 
-    __slots__ = ("cell", "row_id", "sent")
+    __slots__ = ("cell", "sent")
 
-    def __init__(self, row_id: int, cell: bytes):
-        self.row_id = row_id
+    def __init__(self, cell: bytes):
         self.cell = cell
         self.sent = False
 
@@ -84,7 +83,7 @@ class Inserter:
         self._max_pending = max_pending_items
         self._timeout_s = write_timeout_s
         self._packer = codec.CellPacker()
-        self._rows: list[deque[_Row]] = [deque(maxlen=self._keep_rows) for _ in range(num_streams)]
+        self._rows: list[dict[int, _Row]] = [{} for _ in range(num_streams)]  # a stream's newest, oldest first, by id
         self.counters = {"written_items": 0, "dropped_items": 0, "refused_priorities": 0, "reconnects": 0}
         self._lock = threading.Condition()
         self._unsent: deque[tuple[int, bytes]] = deque()  # (stream, cell)
@@ -121,7 +120,10 @@ class Inserter:
         data = np.ascontiguousarray(row).tobytes()
         if len(data) != self._spec.row_bytes:
             raise LonghaulError(f"a row of {len(data)} bytes can't be stored, the spec says {self._spec.row_bytes}")
-        self._rows[stream].append(_Row(row_id, self._packer.pack(row_id, data)))
+        rows = self._rows[stream]
+        rows[row_id] = _Row(self._packer.pack(row_id, data))
+        if len(rows) > self._keep_rows:
+            del rows[next(iter(rows))]
 
     def add_transition(self, stream: int, transition: NStepTransition, policy_version: int, priority: float) -> bool:
         """Hands over one transition with its first priority.
@@ -140,10 +142,11 @@ class Inserter:
         ):
             self.counters["refused_priorities"] += 1
             return False
-        needed = set(transition.obs_ids + transition.next_ids)
-        rows = [row for row in self._rows[stream] if row.row_id in needed]
-        if missing := needed.difference(row.row_id for row in rows):
-            raise LonghaulError(f"row {min(missing)} is not among the {self._keep_rows} newest rows of its stream")
+        newest = self._rows[stream]
+        try:
+            rows = [newest[row_id] for row_id in transition.obs_ids + transition.next_ids]
+        except KeyError as error:
+            raise LonghaulError(f"row {error} is not among the {self._keep_rows} newest rows of its stream") from None
         with self._lock:
             if not self._has_room():
                 self.counters["dropped_items"] += 1
@@ -248,7 +251,7 @@ class Inserter:
             self._unsent.extendleft(reversed(self._unstored))
             self._unstored.clear()
             for rows in self._rows:
-                for row in rows:
+                for row in list(rows.values()):  # at once: the actor goes on adding
                     row.sent = row.sent and any(row.cell is cell for _, cell in self._unsent)
             self._stored_before = self._stored_rows
             self._handed_over, self._settled = len(self._waiting), 0
