@@ -7,20 +7,24 @@ Rounds of each alternate, so that whatever else the machine does meets all of th
 * `step`: the jitted call alone, its batches on the device and nothing fetched in between: the upper bound;
 * `memory`: the learner's whole loop (checks, row inserts, packing, priorities, metrics, publishing) on batches made
   beforehand, each with new rows as a cache that evicts would ask for;
-* `link_<RTT>ms`: the whole loop over a real link: a buffer node in a process of its own (--site_python: where Reverb
-  is installed), which inserts a transition for each eight drawn, and the project's relay, 1 Gbit/s, in between.
+* `link_<RTT>ms`: the whole loop over a real link: a buffer node and the project's relay (1 Gbit/s) in a process of
+  their own (--site_python: where Reverb is installed), which inserts a transition for each eight drawn.
+
+All ends share this machine's cores, so a site at work slows the learner down as no site elsewhere would: with --apart
+the learner has the first core to itself in all three, the site and the relay the others.
 
 Prints one JSON object on its last line: updates/s of each; ratios to `step` and, of the links, to `memory`; of the
 links the shares of time that the learner's thread spends waiting for batches (idle), placing rows (transfer), handing
 batches to the device (dispatch) and waiting for it (compute), and that the link's thread spends on decoding (decode,
 beside the others); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and the
-Nature CNN on 84x84x4 pixels. All ends share this machine's cores: the site's work is part of the price.
+Nature CNN on 84x84x4 pixels.
 """
 
 import argparse
 import contextlib
 import json
 import logging
+import os
 import secrets
 import signal
 import subprocess
@@ -211,38 +215,35 @@ def measure_memory(config: Any, network: str, seconds: float) -> float:
     return clock.batches_per_s * config.learner.minibatches_per_pull
 
 
-def measure_link(config: Any, network: str, seconds: float, gateway: str, rtt_ms: float) -> dict[str, Any]:
+def measure_link(config: Any, network: str, seconds: float, address: str) -> dict[str, Any]:
     """Returns updates per second of the whole loop over a link, and where its time goes."""
     from longhaul.link import LinkClient
-    from longhaul.relay import Relay
 
-    host, port = gateway.rsplit(":", 1)
     clock = _Clock(3, _WARM_S, seconds)
     shares = _Shares()
-    with Relay((host, int(port)), rtt_ms / 1000, _RATE_MBIT * 1e6 / 8) as relay:
-        link = LinkClient(relay.address, config, secrets.randbits(60), threading.Event())
-        link.describe(30.0)
-        with _learner(config, network, link) as learner:
-            compiled: list[int] = []
-            next_batch = link.next_batch
+    link = LinkClient(address, config, secrets.randbits(60), threading.Event())
+    link.describe(30.0)
+    with _learner(config, network, link) as learner:
+        compiled: list[int] = []
+        next_batch = link.next_batch
 
-            def counted(timeout_s: float) -> Batch | None:
-                batch = next_batch(timeout_s)
-                if batch is not None and clock.tick():
-                    shares.begin()
-                    compiled.append(learner.compilations)
-                return batch
+        def counted(timeout_s: float) -> Batch | None:
+            batch = next_batch(timeout_s)
+            if batch is not None and clock.tick():
+                shares.begin()
+                compiled.append(learner.compilations)
+            return batch
 
-            link.next_batch = shares.time("idle", counted)  # type: ignore[method-assign]
-            link._inbox.put = shares.time("decode", link._inbox.put)  # type: ignore[method-assign]
-            learner._cache.insert = shares.time("transfer", learner._cache.insert)
-            learner._train_step = _Called(learner._train_step, shares.time("dispatch", learner._train_step))
-            learner._settle = shares.time("compute", learner._settle)
-            try:
-                learner.run()
-                recompiled = learner.compilations - compiled[0]
-            finally:
-                link.close()
+        link.next_batch = shares.time("idle", counted)  # type: ignore[method-assign]
+        link._inbox.put = shares.time("decode", link._inbox.put)  # type: ignore[method-assign]
+        learner._cache.insert = shares.time("transfer", learner._cache.insert)
+        learner._train_step = _Called(learner._train_step, shares.time("dispatch", learner._train_step))
+        learner._settle = shares.time("compute", learner._settle)
+        try:
+            learner.run()
+            recompiled = learner.compilations - compiled[0]
+        finally:
+            link.close()
     return {
         "updates_per_s": clock.batches_per_s * config.learner.minibatches_per_pull,
         **{kind: round(spent_s / seconds, 3) for kind, spent_s in shares.seconds.items()},
@@ -271,6 +272,7 @@ def serve(arguments: argparse.Namespace) -> None:
     from longhaul.gateway import Gateway
     from longhaul.inserter import Inserter
     from longhaul.nstep import NStepAccumulator
+    from longhaul.relay import Relay
     from longhaul.site_client import SiteClient
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -306,7 +308,10 @@ def serve(arguments: argparse.Namespace) -> None:
     source = insert()
     for _ in range(_TRANSITIONS[arguments.network]):
         next(source)
-    print(f"ready 127.0.0.1:{gateway.port}", flush=True)
+    relays = contextlib.ExitStack()
+    target, rate = ("127.0.0.1", gateway.port), _RATE_MBIT * 1e6 / 8
+    links = [relays.enter_context(Relay(target, rtt_ms / 1000, rate)) for rtt_ms in _numbers(arguments.rtts_ms)]
+    print("ready", *(relay.address for relay in links), flush=True)
     inserted, before = 0, gateway.read_stats()["samples"]
     try:
         while not stop.wait(0.02):
@@ -317,26 +322,41 @@ def serve(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         pass
     finally:
+        relays.close()
         writer.close()
         site.close()
         gateway.stop()
 
 
 @contextlib.contextmanager
-def _site(python: str, network: str) -> Iterator[str]:
-    command = [python, "-m", "benchmarks.learner", "serve", f"--network={network}"]
+def _site(arguments: argparse.Namespace, cores: set[int]) -> Iterator[list[str]]:
+    """Runs the site on these cores; yields the links' addresses."""
+    command = [arguments.site_python, "-m", "benchmarks.learner", "serve", f"--network={arguments.network}"]
+    command += [f"--rtts_ms={arguments.rtts_ms}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as node:
         try:
+            os.sched_setaffinity(node.pid, cores)
             assert node.stdout is not None
-            yield next(line for line in node.stdout if line.startswith("ready")).split()[1]
-        except StopIteration:
-            raise SystemExit(f"--site_python={python}: the site did not start; it needs Reverb") from None
+            ready = next((line for line in node.stdout if line.startswith("ready")), None)
+            if ready is None:
+                raise SystemExit(f"--site_python={arguments.site_python}: the site did not start; it needs Reverb")
+            yield ready.split()[1:]
         finally:
             node.terminate()
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures everything."""
+    cores = os.sched_getaffinity(0)
+    mine = min(cores)
+    if arguments.apart:
+        if len(cores) < 2:
+            raise SystemExit("--apart needs two cores")
+        os.sched_setaffinity(0, {mine})  # before JAX makes its threads
     import jax
 
     logging.getLogger().setLevel(logging.ERROR)
@@ -347,17 +367,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     network, seconds = arguments.network, arguments.seconds
     config = make_config(network, arguments.batch_size, arguments.minibatches)
-    rtts = [float(text) for text in arguments.rtts_ms.split(",") if text]
+    rtts = _numbers(arguments.rtts_ms)
     step: list[float] = []
     memory: list[float] = []
     links: dict[float, list[dict[str, Any]]] = {rtt: [] for rtt in rtts}
     with contextlib.ExitStack() as stack:
-        gateway = stack.enter_context(_site(arguments.site_python, network)) if rtts else ""
+        addresses = stack.enter_context(_site(arguments, cores - {mine} if arguments.apart else cores)) if rtts else []
         for _ in range(arguments.rounds):
             step.append(measure_step(config, network, seconds))
             memory.append(measure_memory(config, network, seconds))
-            for rtt, found in links.items():
-                found.append(measure_link(config, network, seconds, gateway, rtt))
+            for address, found in zip(addresses, links.values()):
+                found.append(measure_link(config, network, seconds, address))
     programs.cleanup()
     figures: dict[str, Any] = {
         "jax": jax.__version__,
@@ -365,6 +385,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "network": network,
         "batch_size": arguments.batch_size,
         "minibatches_per_pull": arguments.minibatches,
+        "apart": arguments.apart,
         "step": {"updates_per_s": round(max(step), 2)},
         "memory": {"updates_per_s": round(max(memory), 2), "of_step": round(max(memory) / max(step), 3)},
     }
@@ -386,6 +407,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of each round")
     parser.add_argument("--site_python", default=sys.executable, help="interpreter of the site's process")
+    parser.add_argument("--apart", action="store_true", help="the learner on the first core, the site on the others")
     arguments = parser.parse_args()
     if arguments.command == "serve":
         serve(arguments)

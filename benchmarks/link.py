@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def serve(arguments: argparse.Namespace) -> None:
 def _credentials(arguments: argparse.Namespace, role: str) -> Any:
     from longhaul import security
 
-    return security.load(arguments.credentials, role) if arguments.credentials else None
+    return security.load(Path(arguments.credentials, role), role) if arguments.credentials else None
 
 
 def _next_port(address: str) -> str:
@@ -366,7 +367,7 @@ def main() -> None:
         command.add_argument("--seconds", type=float, default=20.0)
         command.add_argument("--warmup_s", type=float, default=15.0)
     for command in (site, feeder, client):
-        command.add_argument("--credentials", default="", help="folder of launchers.certs: TLS and tokens")
+        command.add_argument("--credentials", default="", help="--out of launchers.certs: TLS and tokens")
     for command in (site, feeder, both):
         command.add_argument("--transitions", type=int, default=20_000)
         command.add_argument("--replay_ratio", type=float, default=8.0)
