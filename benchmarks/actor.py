@@ -60,13 +60,22 @@ def make_config(task: str) -> config_dict.ConfigDict:
 
 
 class _Lines:
-    """Stands for a MetricsWriter: keeps when how many steps had been made."""
+    """Stands for a MetricsWriter: keeps the figures of the time after the warm-up, and ends the actor after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float, stop: threading.Event):
+        self._seconds = seconds
+        self._stop = stop
+        self._began_s = 0.0
         self.lines: list[tuple[float, dict[str, float]]] = []
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
-        self.lines.append((time.monotonic(), figures))
+        now_s = time.monotonic()
+        self._began_s = self._began_s or now_s
+        if now_s - self._began_s < _WARM_S or self._stop.is_set():
+            return
+        self.lines.append((now_s, figures))
+        if now_s - self.lines[0][0] >= self._seconds:
+            self._stop.set()
 
 
 @contextlib.contextmanager
@@ -96,18 +105,12 @@ def act(config: config_dict.ConfigDict, address: str, seconds: float) -> dict[st
     """Runs an actor; returns its steps/s after the warm-up, and what it dropped."""
     stop = threading.Event()
     site = SiteClient(address, "actor", stop)
-    lines = _Lines()
-    timer = threading.Timer(_WARM_S + seconds, stop.set)
-    actor = Actor(config, 0, site, lines, stop)  # type: ignore[arg-type]
-    began_s = time.monotonic()
-    timer.start()
+    lines = _Lines(seconds, stop)
     try:
-        actor.run()
+        Actor(config, 0, site, lines, stop).run()  # type: ignore[arg-type]
     finally:
-        timer.cancel()
         site.close()
-    steady = [line for line in lines.lines if line[0] - began_s > _WARM_S][:-1]  # the last is from closing
-    (first_s, first), (last_s, last) = steady[0], steady[-1]
+    (first_s, first), (last_s, last) = lines.lines[0], lines.lines[-1]
     return {
         "steps_per_s": (last["env_steps"] - first["env_steps"]) / (last_s - first_s),
         "dropped": last["dropped_items"] - first["dropped_items"],
