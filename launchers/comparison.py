@@ -25,6 +25,10 @@ LOSS_RATIO_NEEDED = 0.26
 
 Lines = list[dict[str, Any]]
 
+# Figures that are one figure over another of the same run. The first says how much is gained by what is sent, whatever
+# the two sides' networks have learned: both are under the same network, and the probe is the site's whole stream.
+_QUOTIENTS = {"arrival_gain": ("arrival_priority", "probe_priority")}
+
 
 class Interval(NamedTuple):
     """A mean over seeds and half the width of its 95% interval; infinite for one seed, NaN for none."""
@@ -211,6 +215,9 @@ class Pair(NamedTuple):
 
 def values(pairs: Sequence[Pair], side: str, window: str, name: str) -> list[float]:
     """Returns one figure of one side, seed by seed; NaN where it is missing."""
+    if name in _QUOTIENTS:
+        above, below = (values(pairs, side, window, part) for part in _QUOTIENTS[name])
+        return [a / b if b else math.nan for a, b in zip(above, below)]
     found = (getattr(pair, side)[window].get(name) for pair in pairs)
     return [math.nan if value is None else float(value) for value in found]
 

@@ -23,6 +23,7 @@ FIGURES = {
     "probe_priority_drawn": "priority on the probe, were it drawn by fresh priorities",
     "arrival_priority": "priority at arrival, all draws",
     "arrival_priority_first": "priority at arrival, first crossings",
+    "arrival_gain": "priority at arrival, all draws, over the priority on the probe",
     "return": "greedy return",
     "experiences_per_s": "experiences across the link, 1/s",
     "down_bytes_per_s": "bytes/s towards the learner",

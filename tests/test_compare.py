@@ -31,6 +31,15 @@ def test_the_interval_is_students():
     assert (found.low, found.high) == (pytest.approx(-0.484, abs=1e-3), pytest.approx(4.484, abs=1e-3))
 
 
+def test_the_gain_of_what_arrives_is_over_the_mean_of_the_same_runs_stream():
+    pairs = pairs_of(
+        [{"arrival_priority": 6.0, "probe_priority": 2.0}, {"arrival_priority": 5.0, "probe_priority": 0.0}]
+    )
+    gains = comparison.values(pairs, "proposed", "last", "arrival_gain")
+    assert gains[0] == 3.0 and math.isnan(gains[1])
+    assert comparison.values(pairs, "existing", "last", "arrival_gain") == [1.0, 1.0]
+
+
 def test_one_seed_has_no_interval_and_none_has_no_mean():
     assert interval([3.0]) == (3.0, math.inf)
     assert math.isnan(interval([]).mean) and math.isnan(interval([math.nan]).mean)
