@@ -138,8 +138,8 @@ def read_peer(workdir: Path) -> Curve:
 
 def _at(lines: list[dict[str, Any]], field: str, time_s: float) -> float:
     """Returns a growing count at a time, in a line between its lines; 0 before the first."""
-    known = [(line["time_s"], line[field]) for line in lines if line.get(field) is not None]
-    return float(np.interp(time_s, *zip(*known), left=0.0)) if known else 0.0
+    known = np.array([(line["time_s"], line[field]) for line in lines if line.get(field) is not None], np.float64)
+    return float(np.interp(time_s, known[:, 0], known[:, 1], left=0.0)) if len(known) else 0.0
 
 
 def return_at(curve: Curve, env_steps: float) -> float:
