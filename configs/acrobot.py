@@ -3,7 +3,7 @@
   python -m launchers.local --config=configs/acrobot.py --link=rtt_ms=50,rate_mbit=20
 
 Time: not measured yet.
-Score: mean greedy return over 20 episodes at least -100, where the run ends as solved; untrained -500.
+Score: mean greedy return over 20 episodes at least -100, where the run ends as solved; at worst -500.
 
 The 256x256 network, learning rate 6.3e-4, batch 128, replay of 50,000, target copied every 250 updates and discount
 0.99 are those of RL Baselines3 Zoo's DQN for Acrobot-v1 (hyperparams/dqn.yml). Prioritized replay, n-step 3, double and
