@@ -19,12 +19,13 @@ MIB = 2**20
 SPEC = ExperienceSpec("Test-v0", (10,), "uint8", stack=2, num_actions=2, n_step=1, gamma=0.9)  # rows of 10 bytes
 
 
+@pytest.mark.timeout(900)
 def test_the_rules_of_two_devices_hold():
     """In a process of its own: how many devices a host has is settled when jax starts."""
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/two_devices.py"]
     done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, timeout=280
+        command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True, timeout=840
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
