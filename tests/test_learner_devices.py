@@ -1,6 +1,7 @@
 """What the learner puts on its devices: which they are, what it takes there, and what is refused."""
 
 import logging
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ SPEC = ExperienceSpec("Test-v0", (10,), "uint8", stack=2, num_actions=2, n_step=
 @pytest.mark.timeout(900)
 def test_the_rules_of_two_devices_hold():
     """In a process of its own: how many devices a host has is settled when jax starts."""
+    if importlib.util.find_spec("reverb"):
+        pytest.skip("takes a minute, and the learner's own environment runs it")
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/two_devices.py"]
     done = subprocess.run(
