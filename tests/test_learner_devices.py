@@ -1,7 +1,7 @@
 """What the learner puts on its devices: which they are, what it takes there, and what is refused."""
 
-import logging
 import importlib.util
+import logging
 import os
 import subprocess
 import sys
