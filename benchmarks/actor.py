@@ -32,30 +32,20 @@ import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
 from ml_collections import config_dict  # noqa: E402
 
-from longhaul import config as config_lib  # noqa: E402
+from configs import breakout, cartpole  # noqa: E402
 from longhaul.actor import Actor  # noqa: E402
 from longhaul.site_client import SiteClient  # noqa: E402
 
 _WARM_S = 2.0
-_LINE_S = 0.25
 _READY_S = 60.0
-_STREAMS = {"cartpole": 8, "breakout": 8}
+TASKS = {"cartpole": cartpole, "breakout": breakout}
+_CHANGES = {"env.num_envs": 8, "actor.num_actors": 1, "metrics.period_s": 0.25}
 
 
 def make_config(task: str) -> config_dict.ConfigDict:
     """Returns the task's configuration, one actor of eight environments."""
-    config = config_lib.default()
-    if task == "breakout":
-        config.env.id = "ALE/Breakout-v5"
-        config.env.kwargs = config_dict.ConfigDict({"frameskip": 1, "repeat_action_probability": 0.0})
-        config.env.stack = 4
-        config.env.atari.preprocess = True
-        config.agent.network = "nature"
-        config.agent.hidden = (512,)
-        config.replay.capacity = 20_000
-    config.env.num_envs = _STREAMS[task]
-    config.actor.num_actors = 1
-    config.metrics.period_s = _LINE_S
+    config = TASKS[task].get_config()
+    config.update_from_flattened_dict(_CHANGES)
     return config
 
 
@@ -82,9 +72,8 @@ class _Lines:
 def buffer_node(task: str) -> Iterator[str]:
     """Runs a buffer node in a process of its own; yields its address."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.py")
-        path.write_text(f"from benchmarks import actor\n\ndef get_config():\n    return actor.make_config({task!r})\n")
-        command = [sys.executable, "-m", "launchers.buffer", f"--config={path}", f"--workdir={folder}", "--port=0"]
+        command = [sys.executable, "-m", "launchers.buffer", f"--config={TASKS[task].__file__}", "--port=0"]
+        command += [f"--workdir={folder}", *(f"--config.{name}={value}" for name, value in _CHANGES.items())]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as node:
             try:
                 yield _address(Path(folder, "gateway.json"), node)
@@ -174,8 +163,8 @@ def main() -> None:
     arguments = parser.parse_args()
     tasks = arguments.tasks.split(",")
     for task in tasks:
-        if task not in _STREAMS:
-            parser.error(f"--tasks: there is no {task!r}; there are {', '.join(_STREAMS)}")
+        if task not in TASKS:
+            parser.error(f"--tasks: there is no {task!r}; there are {', '.join(TASKS)}")
     print(json.dumps({task: measure(task, arguments.seconds, arguments.rounds) for task in tasks}), flush=True)
     os._exit(0)  # Reverb's threads do not always let an interpreter end
 

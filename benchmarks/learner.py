@@ -26,7 +26,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,33 +37,14 @@ from typing import Any
 
 import numpy as np
 
-from longhaul.config import default
+from benchmarks.random_site import REPLAY_RATIO, SPECS, make_config, numbers
 from longhaul.errors import Stopped
-from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot
+from longhaul.types import Batch, Snapshot
 
-_SPECS = {
-    "mlp": ExperienceSpec("CartPole-v1", (4,), "float32", stack=1, num_actions=2, n_step=3, gamma=0.99),
-    "nature": ExperienceSpec("ALE", (84, 84), "uint8", stack=4, num_actions=4, n_step=3, gamma=0.99),
-}
 _FILLED = {"mlp": 20_000, "nature": 4_000}  # cache slots in use
-_TRANSITIONS = {"mlp": 20_000, "nature": 10_000}  # at the site
 _BATCHES = 32  # made beforehand and handed out in turn
 _WARM_BATCHES = 40  # the first ones compile, and fill the cache of a link
 _WARM_S = 6.0
-_RATE_MBIT = 1000.0
-_REPLAY_RATIO = 8.0
-
-
-def make_config(network: str, batch_size: int, minibatches: int) -> Any:
-    """Returns the configuration of both ends."""
-    config = default()
-    config.agent.network = network
-    if network == "nature":
-        config.env.stack = _SPECS[network].stack
-        config.agent.hidden = (512,)
-    config.replay.capacity = 2 * _TRANSITIONS[network]
-    config.learner.update(batch_size=batch_size, minibatches_per_pull=minibatches, max_updates=10**9)
-    return config
 
 
 # ---- sources of batches, with LinkClient's interface
@@ -104,7 +84,7 @@ class MemorySource:
     """Batches made beforehand; always has the next one ready."""
 
     def __init__(self, network: str, new_rows: int, clock: _Clock):
-        self._spec, self._filled, self._new_rows, self._clock = _SPECS[network], _FILLED[network], new_rows, clock
+        self._spec, self._filled, self._new_rows, self._clock = SPECS[network], _FILLED[network], new_rows, clock
         self.batches: list[Batch] = []
         self._next = 0
 
@@ -180,7 +160,7 @@ def _learner(config: Any, network: str, source: Any) -> Iterator[Any]:
     from longhaul.metrics import MetricsWriter
 
     with tempfile.TemporaryDirectory() as folder, MetricsWriter(None, "learner") as metrics:
-        yield Learner(config, _SPECS[network], source, metrics, Path(folder), threading.Event(), int(time.time() * 1e3))
+        yield Learner(config, SPECS[network], source, metrics, Path(folder), threading.Event(), int(time.time() * 1e3))
 
 
 def measure_step(config: Any, network: str, seconds: float) -> float:
@@ -210,7 +190,7 @@ def measure_memory(config: Any, network: str, seconds: float) -> float:
     """Returns updates per second of the whole loop on batches in memory."""
     samples = config.learner.batch_size * config.learner.minibatches_per_pull
     clock = _Clock(_WARM_BATCHES if network == "mlp" else 3, 0.0, seconds)
-    with _learner(config, network, MemorySource(network, int(samples / _REPLAY_RATIO), clock)) as learner:
+    with _learner(config, network, MemorySource(network, int(samples / REPLAY_RATIO), clock)) as learner:
         learner.run()
     return clock.batches_per_s * config.learner.minibatches_per_pull
 
@@ -264,74 +244,13 @@ class _Called:
         return getattr(self._function, name)
 
 
-# ---- the site
-
-
-def serve(arguments: argparse.Namespace) -> None:
-    """A buffer node, filled with random transitions, that inserts one for each eight drawn; says when it is filled."""
-    from longhaul.gateway import Gateway
-    from longhaul.inserter import Inserter
-    from longhaul.nstep import NStepAccumulator
-    from longhaul.relay import Relay
-    from longhaul.site_client import SiteClient
-
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    spec = _SPECS[arguments.network]
-    gateway = Gateway(make_config(arguments.network, 1, 1), "127.0.0.1", 0, 0)
-    gateway.start()
-    stop = threading.Event()
-    site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", stop)
-    site.announce(spec)
-    writer = Inserter(site, spec, 1, spec.stack + spec.n_step + 1, 1024, 30.0)
-    rng = np.random.default_rng(0)
-    # As compressible as a game's frames: mostly flat, a few places differ.
-    picture = (rng.standard_normal(spec.row_shape) * 60).astype(spec.row_dtype)
-    steps = NStepAccumulator(spec.n_step, spec.gamma, spec.stack)
-    row_ids = iter(range(1 + (secrets.randbits(30) << 33), 2**63 - 1))
-
-    def insert() -> Iterator[NStepTransition]:
-        first = True
-        while True:
-            row_id = next(row_ids)
-            row = picture.copy()
-            places = tuple(rng.integers(0, side, 8) for side in spec.row_shape)
-            row[places] = rng.integers(0, 255, 8)
-            writer.add_row(0, row_id, row)
-            if first:
-                steps.start(row_id)
-                first = False
-                continue
-            for transition in steps.step(int(rng.integers(spec.num_actions)), 0.1, False, False, row_id):
-                writer.add_transition(0, transition, 1, float(rng.exponential()) + 1e-3)
-                yield transition
-
-    source = insert()
-    for _ in range(_TRANSITIONS[arguments.network]):
-        next(source)
-    relays = contextlib.ExitStack()
-    target, rate = ("127.0.0.1", gateway.port), _RATE_MBIT * 1e6 / 8
-    links = [relays.enter_context(Relay(target, rtt_ms / 1000, rate)) for rtt_ms in _numbers(arguments.rtts_ms)]
-    print("ready", *(relay.address for relay in links), flush=True)
-    inserted, before = 0, gateway.read_stats()["samples"]
-    try:
-        while not stop.wait(0.02):
-            while inserted < (gateway.read_stats()["samples"] - before) / _REPLAY_RATIO:
-                for _ in range(32):
-                    next(source)
-                inserted += 32
-    except KeyboardInterrupt:
-        pass
-    finally:
-        relays.close()
-        writer.close()
-        site.close()
-        gateway.stop()
+# ---- the command
 
 
 @contextlib.contextmanager
 def _site(arguments: argparse.Namespace, cores: set[int]) -> Iterator[list[str]]:
     """Runs the site on these cores; yields the links' addresses."""
-    command = [arguments.site_python, "-m", "benchmarks.learner", "serve", f"--network={arguments.network}"]
+    command = [arguments.site_python, "-m", "benchmarks.random_site", f"--network={arguments.network}"]
     command += [f"--rtts_ms={arguments.rtts_ms}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as node:
         try:
@@ -343,10 +262,6 @@ def _site(arguments: argparse.Namespace, cores: set[int]) -> Iterator[list[str]]
             yield ready.split()[1:]
         finally:
             node.terminate()
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",") if word]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -367,7 +282,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     network, seconds = arguments.network, arguments.seconds
     config = make_config(network, arguments.batch_size, arguments.minibatches)
-    rtts = _numbers(arguments.rtts_ms)
+    rtts = numbers(arguments.rtts_ms)
     step: list[float] = []
     memory: list[float] = []
     links: dict[float, list[dict[str, Any]]] = {rtt: [] for rtt in rtts}
@@ -399,8 +314,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=("run", "serve"), default="run")
-    parser.add_argument("--network", choices=tuple(_SPECS), default="mlp")
+    parser.add_argument("--network", choices=tuple(SPECS), default="mlp")
     parser.add_argument("--batch_size", type=int, default=64, help="B, transitions per update")
     parser.add_argument("--minibatches", type=int, default=8, help="K, updates per batch pulled")
     parser.add_argument("--rtts_ms", default="0,50,200", help="round trips; empty for none")
@@ -409,10 +323,7 @@ def main() -> None:
     parser.add_argument("--site_python", default=sys.executable, help="interpreter of the site's process")
     parser.add_argument("--apart", action="store_true", help="the learner on the first core, the site on the others")
     arguments = parser.parse_args()
-    if arguments.command == "serve":
-        serve(arguments)
-    else:
-        print(json.dumps(run(arguments)))
+    print(json.dumps(run(arguments)))
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 # The relay's port is the clients' gateway; the stock server's comes right after it.
                 with _relays(host, int(port), arguments.rtt_ms / 1000, rate) as address:
                     words = ["pull", f"--client={client}", f"--seconds={arguments.seconds}"]
-                    words += [f"--address={address}", f"--warmup_s={arguments.warmup_s}"]
+                    words += [f"--address={address}", f"--warmup_s={arguments.warmup_s}", f"--try_s={arguments.try_s}"]
                     interpreter = arguments.learner_python if client == "longhaul" else arguments.python
                     results[client] = json.loads(_child(words, interpreter)[-1])
         finally:
@@ -355,7 +355,6 @@ def main() -> None:
     client.add_argument(
         "--max_window", type=int, default=config_lib.default().link.max_window, help="batches in flight"
     )
-    client.add_argument("--try_s", type=float, default=4.0)
     both = commands.add_parser("run")
     both.add_argument("--rtt_ms", type=float, default=50.0)
     both.add_argument("--rate_mbit", type=float, default=100.0)
@@ -364,6 +363,7 @@ def main() -> None:
     for command in (feeder, client):
         command.add_argument("--address", required=True)
     for command in (client, both):
+        command.add_argument("--try_s", type=float, default=4.0, help="of each setting of the stock client")
         command.add_argument("--seconds", type=float, default=20.0)
         command.add_argument("--warmup_s", type=float, default=15.0)
     for command in (site, feeder, client):

@@ -25,9 +25,13 @@ LOSS_RATIO_NEEDED = 0.26
 
 Lines = list[dict[str, Any]]
 
-# Figures that are one figure over another of the same run. The first says how much is gained by what is sent, whatever
-# the two sides' networks have learned: both are under the same network, and the probe is the site's whole stream.
-_QUOTIENTS = {"arrival_gain": ("arrival_priority", "probe_priority")}
+# Figures that are one figure over another of the same run, both under the same network: they compare, whatever the two
+# sides' networks have learned. The probe is the site's whole stream. What is sent gains the first over it; draws on
+# priorities that are never out of date would gain the second.
+_QUOTIENTS = {
+    "arrival_gain": ("arrival_priority", "probe_priority"),
+    "fresh_gain": ("probe_priority_drawn", "probe_priority"),
+}
 
 
 class Interval(NamedTuple):
@@ -298,8 +302,7 @@ def _judge(claim: str, found: Interval, needed: float, at_least: bool) -> Verdic
 
 def _attainable(pairs: list[Pair]) -> str:
     """Returns what draws on priorities that are never out of date would have given, in words."""
-    drawn, mean = (values(pairs, "proposed", "last", name) for name in ("probe_priority_drawn", "probe_priority"))
-    found = ratio(drawn, mean)
+    found = interval(values(pairs, "proposed", "last", "fresh_gain"))
     if not math.isfinite(found.mean):
         return ""
     return (

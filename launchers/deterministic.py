@@ -151,19 +151,7 @@ class _Judge:
         if mean > self._best:
             self._best = mean
             write_atomically(self._workdir / BEST_WEIGHTS, snapshot.payload)
-        self._metrics.write(
-            snapshot.version,
-            {
-                "episodes": len(result.returns),
-                "return_mean": mean,
-                "return_std": float(result.returns.std()),
-                "return_min": float(result.returns.min()),
-                "return_max": float(result.returns.max()),
-                "length_mean": float(result.lengths.mean()),
-                "capped": int(result.capped.sum()),
-                "weights_version": snapshot.version,
-                "evaluation_s": time.monotonic() - began_s,
-            },
-        )
+        seconds = {"weights_version": snapshot.version, "evaluation_s": time.monotonic() - began_s}
+        self._metrics.write(snapshot.version, result.figures() | seconds)
         print(f"weights {snapshot.version}: mean return {mean:.1f}", flush=True)
         self.solved = mean >= self._config.evaluation.target_return

@@ -10,12 +10,12 @@ scores them on the transitions that actors hold out (config.actor.probe_share).
 """
 
 import json
+import math
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from absl import flags, logging
 from ml_collections import config_dict
 
@@ -105,7 +105,7 @@ def _evaluate_site(config: config_dict.ConfigDict, spec: ExperienceSpec, stop: t
 def _watch(config: config_dict.ConfigDict, spec: ExperienceSpec, site: "SiteClient", stop: threading.Event) -> None:
     workdir = command_line.workdir()
     metrics = MetricsWriter(workdir, "evaluator", config.metrics.tensorboard)
-    snapshot, best = None, -np.inf
+    snapshot, best = None, -math.inf
     probe = None
     if config.actor.probe_share and workdir is not None:
         from longhaul import evaluation
@@ -146,17 +146,7 @@ def _evaluate(
 ) -> dict[str, float]:
     from longhaul import evaluation
 
-    result = evaluation.evaluate(config, spec, payload, stop)
-    returns, lengths = np.asarray(result.returns), np.asarray(result.lengths)
-    return {
-        "episodes": len(returns),
-        "return_mean": float(returns.mean()),
-        "return_std": float(returns.std()),
-        "return_min": float(returns.min()),
-        "return_max": float(returns.max()),
-        "length_mean": float(lengths.mean()),
-        "capped": int(np.sum(result.capped)),
-    }
+    return evaluation.evaluate(config, spec, payload, stop).figures()
 
 
 if __name__ == "__main__":

@@ -73,6 +73,12 @@ class Trial:
         return {"side": self.side, "seed": self.seed, "seconds": self.seconds, "link": self.link, "words": self.words}
 
 
+def environment() -> dict[str, str]:
+    """Returns the variables of a child that runs these sources, wherever it is started."""
+    path = os.pathsep.join(filter(None, [str(_SOURCES), os.environ.get("PYTHONPATH", "")]))
+    return threads.environment("local") | {"PYTHONPATH": path}
+
+
 def finished(trial: Trial) -> dict[str, Any] | None:
     """Returns the figures of a run that has ended, None if it must be made.
 
@@ -112,8 +118,7 @@ def make(trials: Sequence[Trial], signals: workers.StopSignals) -> bool:
         trial.folder.mkdir(parents=True)
     logs = missing[0].folder.parent.parent / "logs"
     with workers.Supervisor(logs, grace_s=GRACE_S, hurry=signals.hurry) as children:
-        env = threads.environment("local")
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SOURCES), os.environ.get("PYTHONPATH", "")]))
+        env = environment()
         for trial in missing:
             children.start(_child(trial), trial.argv(), env, may_finish=True)
         if not _follow(missing, children, signals.stop):

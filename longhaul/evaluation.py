@@ -43,6 +43,18 @@ class Evaluation:
         """Mean over the episodes."""
         return float(self.returns.mean())
 
+    def figures(self) -> dict[str, float]:
+        """Returns what metrics say of it."""
+        return {
+            "episodes": len(self.returns),
+            "return_mean": self.mean_return,
+            "return_std": float(self.returns.std()),
+            "return_min": float(self.returns.min()),
+            "return_max": float(self.returns.max()),
+            "length_mean": float(self.lengths.mean()),
+            "capped": int(np.sum(self.capped)),
+        }
+
 
 def evaluate(config: config_dict.ConfigDict, spec: ExperienceSpec, payload: bytes, stop: threading.Event) -> Evaluation:
     """Plays config.evaluation.episodes episodes greedily with packed weights.

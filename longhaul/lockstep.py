@@ -27,11 +27,12 @@ from longhaul import env as env_lib
 from longhaul.actor import Actor
 from longhaul.crossings import Crossings
 from longhaul.errors import Stopped
-from longhaul.learner import Learner, Publisher
+from longhaul.learner import Learner
 from longhaul.metrics import MetricsWriter
 from longhaul.mirror import Mirror
 from longhaul.seeded_replay import SeededReplay
 from longhaul.types import Batch, ExperienceSpec, Params, Snapshot
+from longhaul.weights_publisher import WeightsPublisher
 
 # Between evaluations; what is evaluated are weights that the actor acts on, the first, random ones among them.
 EVALUATION_PERIOD_PUBLICATIONS = 10
@@ -40,7 +41,6 @@ _EPOCH = 1
 _MAX_PRIORITY = 1e9  # as at a site, see session.py
 # Draws stand apart from an actor's actions, seeded with [seed, actor], and from its probe's, [seed, actor, 1].
 _DRAWS_STREAM = (0, 2)
-_THREAD_END_S = 5.0
 
 # Is given weights to evaluate; says whether they are good enough to end the run.
 Judge = Callable[[Snapshot], bool]
@@ -224,7 +224,7 @@ class LockstepLink:
         return {"window": 1, "link_samples": self._replay.samples}
 
 
-class _PublisherAtOnce(Publisher):
+class _PublisherAtOnce(WeightsPublisher):
     """Publishes in the learner's own thread: in another, newer weights may overtake older ones, or not."""
 
     def submit(self, params: Params) -> None:
@@ -235,23 +235,14 @@ class LockstepLearner(Learner):
     """A learner without threads that matter to what it learns, which records every update.
 
     Args:
-      config, spec, link, metrics, workdir, stop: see Learner.
+      learner_arguments: see Learner.
       losses: where each update's figures go.
     """
 
-    def __init__(
-        self,
-        config: config_dict.ConfigDict,
-        spec: ExperienceSpec,
-        link: Any,
-        metrics: MetricsWriter,
-        workdir: Path,
-        stop: threading.Event,
-        losses: LossFile,
-    ):
-        super().__init__(config, spec, link, metrics, workdir, stop, _EPOCH)
-        self._publisher.close(_THREAD_END_S)
-        self._publisher = _PublisherAtOnce(link, config, self._epoch, self._publisher.version)
+    _publisher_type = _PublisherAtOnce
+
+    def __init__(self, *learner_arguments: Any, losses: LossFile):
+        super().__init__(*learner_arguments)
         self._losses = losses
         self._recorded = self.updates
 
@@ -295,7 +286,7 @@ def train(
         actor.begin()
         spec = env_lib.make_spec(config)
         link = LockstepLink(config, spec, actor, stop, judge)
-        LockstepLearner(config, spec, link, learner_metrics, workdir, stop, losses).run()
+        LockstepLearner(config, spec, link, learner_metrics, workdir, stop, _EPOCH, losses=losses).run()
         assert actor.site.snapshot is not None, "a learner publishes before its first batch"
         return actor.site.snapshot
     finally:

@@ -80,7 +80,7 @@ class Window:
                 self._consumed.popleft()
 
     def arrived(self, service_s: float, credit_wait_s: float = 0.0) -> None:
-        """Notes how long both ends worked on a batch, from its credit to its delivery, the path left out.
+        """Notes how long both ends worked on a batch, from its draw to its delivery, the path left out.
 
         Args:
           service_s: that time.

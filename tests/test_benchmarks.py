@@ -36,7 +36,7 @@ def test_an_actor_is_measured_against_bare_environments():
 def test_the_link_is_measured_against_reverbs_client():
     pytest.importorskip("reverb")
     pytest.importorskip("ale_py")
-    words = ("--rtt_ms=5", "--seconds=1", "--warmup_s=3", "--transitions=2000")
+    words = ("--rtt_ms=5", "--seconds=1", "--warmup_s=3", "--try_s=0.5", "--transitions=2000")
     figures = last_line("benchmarks.link", "run", *words)
     for client in ("longhaul", "reverb"):
         assert figures[client]["samples_per_s"] > 0 and figures[client]["bytes_per_sample"] > 0

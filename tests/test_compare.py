@@ -40,6 +40,11 @@ def test_the_gain_of_what_arrives_is_over_the_mean_of_the_same_runs_stream():
     assert comparison.values(pairs, "existing", "last", "arrival_gain") == [1.0, 1.0]
 
 
+def test_the_priorities_verdict_says_what_fresh_priorities_would_give():
+    pairs = pairs_of([{"probe_priority_drawn": 9.0, "probe_priority": 3.0}, {"probe_priority_drawn": 5.0}])
+    assert "on priorities never out of date would give 4 (95%" in judged({("a", "bytes"): pairs}, "(all draws)").text
+
+
 def test_one_seed_has_no_interval_and_none_has_no_mean():
     assert interval([3.0]) == (3.0, math.inf)
     assert math.isnan(interval([]).mean) and math.isnan(interval([math.nan]).mean)

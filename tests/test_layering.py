@@ -50,6 +50,7 @@ ORDER = [
         "heads",
         "torsos",
         "networks",
+        "weights_publisher",
         "policy",
         "devices",
         "dqn",

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import peer_sb3, scores
-from benchmarks.scores import Curve, Point, Run
+from benchmarks import curves, peer_sb3, scores
+from benchmarks.curves import Curve, Point
+from benchmarks.scores import Run
 from longhaul.errors import ConfigError
 from longhaul.metrics import jsonl_path
 
@@ -42,7 +43,7 @@ def test_an_evaluation_counts_where_its_weights_were_taken_up(tmp_path):
         {"time_s": 121, "evaluation_s": 1.0, "return_mean": 30.0, "episodes": 20},
     ]
     write_lines(tmp_path, "evaluator", lines)
-    found = scores.read_run(tmp_path, 2, 100.0, 111.0)
+    found = curves.read_run(tmp_path, 2, 100.0, 111.0)
     assert found.first_update_s == 11.0
     assert found.points == [Point(200.0, 0.0, 10.0, 20, 10.0, 12.0), Point(600.0, 50.0, 30.0, 20, 20.0, 21.0)]
 
@@ -50,7 +51,7 @@ def test_an_evaluation_counts_where_its_weights_were_taken_up(tmp_path):
 def test_before_an_actors_first_line_it_has_made_no_steps(tmp_path):
     write_lines(tmp_path, "actor_0", [{"time_s": 105, "env_steps": 50}])
     write_lines(tmp_path, "evaluator", [{"time_s": 104, "evaluation_s": 1.0, "return_mean": 1.0, "episodes": 20}])
-    found = scores.read_run(tmp_path, 1, 100.0, None)
+    found = curves.read_run(tmp_path, 1, 100.0, None)
     assert found.points[0].env_steps == 0.0 and math.isnan(found.first_update_s)
 
 
@@ -58,45 +59,45 @@ def test_the_peers_seconds_leave_its_evaluations_out_and_keep_both(tmp_path):
     first = {"env_steps": 0, "updates": 0, "return_mean": 9.0, "episodes": 20, "train_s": 3.0, "wall_s": 4.0}
     second = {"env_steps": 1000, "updates": 500, "return_mean": 20.0, "episodes": 20, "train_s": 5.0, "wall_s": 7.5}
     write_lines(tmp_path, "evaluator", [first | {"first_update_s": None}, second | {"first_update_s": 3.5}])
-    found = scores.read_peer(tmp_path)
+    found = curves.read_peer(tmp_path)
     assert found.first_update_s == 3.5
     assert found.points == [Point(0, 0, 9.0, 20, 3.0, 4.0), Point(1000, 500, 20.0, 20, 5.0, 7.5)]
 
 
 def test_a_curve_comes_back_from_its_json():
     whole = curve((100, 1.0), (200, 2.0))
-    assert scores.curve_of(json.loads(json.dumps(whole.plain()))) == whole
-    assert math.isnan(scores.curve_of(Curve(math.nan, []).plain()).first_update_s)
+    assert curves.curve_of(json.loads(json.dumps(whole.plain()))) == whole
+    assert math.isnan(curves.curve_of(Curve(math.nan, []).plain()).first_update_s)
 
 
 @pytest.mark.parametrize("steps, expected", [(100, 10.0), (150, 20.0), (275, 37.5), (300, 40.0)])
 def test_a_return_lies_on_the_line_between_evaluations(steps, expected):
-    assert scores.return_at(curve((100, 10.0), (200, 30.0), (300, 40.0)), steps) == expected
+    assert curves.return_at(curve((100, 10.0), (200, 30.0), (300, 40.0)), steps) == expected
 
 
 @pytest.mark.parametrize("steps", [99, 301])
 def test_there_is_no_return_where_nothing_was_evaluated_on_one_side(steps):
-    assert math.isnan(scores.return_at(curve((100, 10.0), (300, 40.0)), steps))
-    assert math.isnan(scores.return_at(Curve(1.0, []), steps))
+    assert math.isnan(curves.return_at(curve((100, 10.0), (300, 40.0)), steps))
+    assert math.isnan(curves.return_at(Curve(1.0, []), steps))
 
 
 def test_the_target_is_reached_by_the_first_evaluation_no_less_than_it():
     run = curve((100, 10.0), (200, 475.0), (300, 100.0), (400, 500.0))
-    assert scores.reaching(run, 475.0) == run.points[1]
-    assert scores.reaching(run, 475.1) == run.points[3]
-    assert scores.reaching(run, 501.0) is None
+    assert curves.reaching(run, 475.0) == run.points[1]
+    assert curves.reaching(run, 475.1) == run.points[3]
+    assert curves.reaching(run, 501.0) is None
 
 
 def test_an_evaluation_of_few_episodes_does_not_show_the_target():
-    assert scores.reaching(curve((100, 500.0), episodes=19), 475.0) is None
+    assert curves.reaching(curve((100, 500.0), episodes=19), 475.0) is None
 
 
 def test_a_run_is_over_when_it_is_past_the_steps_and_has_reached_the_target():
     run = curve((100, 10.0), (200, 480.0))
-    assert scores.is_over(run, 200, 475.0) and scores.is_over(run, 0, 475.0) and scores.is_over(run, 200, None)
-    assert not scores.is_over(run, 201, 475.0) and not scores.is_over(run, 200, 490.0)
-    assert not scores.is_over(run, 0, None)  # nothing is asked of it, so it goes on to its own end
-    assert not scores.is_over(Curve(1.0, []), 0, 475.0)
+    assert curves.is_over(run, 200, 475.0) and curves.is_over(run, 0, 475.0) and curves.is_over(run, 200, None)
+    assert not curves.is_over(run, 201, 475.0) and not curves.is_over(run, 200, 490.0)
+    assert not curves.is_over(run, 0, None)  # nothing is asked of it, so it goes on to its own end
+    assert not curves.is_over(Curve(1.0, []), 0, 475.0)
 
 
 # ---- over seeds
@@ -104,29 +105,29 @@ def test_a_run_is_over_when_it_is_past_the_steps_and_has_reached_the_target():
 
 def test_a_seed_that_never_reaches_the_target_is_left_out_and_said():
     runs = [curve((100, 10.0), (200, 480.0)), curve((100, 10.0), (400, 480.0)), curve((100, 10.0), (400, 20.0))]
-    found = scores.rows(runs, [150], 475.0)
+    found = curves.rows(runs, [150], 475.0)
     assert found["environment steps to 475"][:2] == [200, 400] and math.isnan(found["environment steps to 475"][2])
     assert found["updates to 475"][:2] == [20, 40]
     assert found["s to 475, trained"][:2] == [2.0, 4.0]
     assert found["s to 475, trained, from the first update"][:2] == [0.0, 2.0]
     assert found["s to 475, shown"][:2] == [2.5, 4.5]
     # Mean 300 of two seeds, standard deviation 141.4, Student's 12.706 / sqrt(2) at 1 degree of freedom: 1270.6.
-    figures = scores.statistics(found)["environment steps to 475"]
+    figures = curves.statistics(found)["environment steps to 475"]
     assert figures["mean"] == 300.0 and figures["half"] == pytest.approx(1270.6, abs=0.1)
     assert figures["seeds"] == [200.0, 400.0, None]
-    line = next(text for text in scores.table({"longhaul": found}) if text.startswith("updates to 475"))
+    line = next(text for text in curves.table({"longhaul": found}) if text.startswith("updates to 475"))
     assert line.endswith("2 of 3 seeds)")
 
 
 def test_both_sides_stand_in_one_table_and_no_seed_is_no_number():
-    ours = scores.rows([curve((100, 10.0), (200, 30.0))], [150], 475.0)
-    peers = scores.rows([curve((100, 20.0), (200, 40.0))], [150], 475.0)
-    lines = scores.table({"longhaul": ours, "peer": peers})
+    ours = curves.rows([curve((100, 10.0), (200, 30.0))], [150], 475.0)
+    peers = curves.rows([curve((100, 20.0), (200, 40.0))], [150], 475.0)
+    lines = curves.table({"longhaul": ours, "peer": peers})
     assert lines[0].split() == ["longhaul", "peer"]
     by_name = {line.split("  ")[0]: line for line in lines[1:]}
     assert "20 (one seed" in by_name["return at 150 steps"] and "30 (one seed" in by_name["return at 150 steps"]
     assert by_name["updates to 475"].count("- (0 of 1 seeds)") == 2
-    assert json.dumps(scores.statistics(ours), allow_nan=False)
+    assert json.dumps(curves.statistics(ours), allow_nan=False)
 
 
 # ---- runs
@@ -243,7 +244,7 @@ def test_the_peer_evaluates_when_due_and_at_its_end(tmp_path, monkeypatch):
     for model.num_timesteps in range(11):
         went_on.append(schedule(model))
     assert went_on == [True] * 10 + [False]
-    points = scores.read_peer(tmp_path).points
+    points = curves.read_peer(tmp_path).points
     assert [(p.env_steps, p.updates) for p in points] == [(0, 0), (4, 2), (8, 6), (10, 8)]
     assert {(p.return_mean, p.episodes) for p in points} == {(3.5, 2)}  # episodes of 3 and 4 steps
     assert all(p.trained_s <= p.shown_s for p in points)
@@ -258,7 +259,7 @@ def test_the_peer_trains_and_times_its_update(tmp_path):
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     assert last_line("--task=CartPole-v1", "--steps=1500", "--episodes=2", f"--workdir={tmp_path}")["updates"] > 0
-    assert [point.env_steps for point in scores.read_peer(tmp_path).points] == [0, 1000, 1500]
+    assert [point.env_steps for point in curves.read_peer(tmp_path).points] == [0, 1000, 1500]
     assert last_line("--updates_only", "--batch=32", "--time_s=0.5", "--threads=1")["updates_per_s"]["32"] > 0
 
 
