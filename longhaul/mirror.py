@@ -5,12 +5,16 @@ otherwise only reads. Least recently used rows leave first. A journal of the bat
 lets the mirror go back to the last one that did, so that the cache survives an outage.
 """
 
-from collections import OrderedDict, deque
+import itertools
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
 from longhaul.errors import ConfigError
+
+_SORTED_PARTS = 16  # a cache's slots are put in order of use a part at a time
+_LEAST_SORTED = 256
 
 
 class Placement(NamedTuple):
@@ -41,7 +45,11 @@ class Mirror:
         if capacity < 1:
             raise ConfigError(f"a row cache of {capacity} rows holds nothing; raise config.learner.cache_bytes")
         self.capacity = capacity
-        self._slot_of: OrderedDict[int, int] = OrderedDict()
+        self._slot_of: dict[int, int] = {}
+        self._row_at = np.zeros(capacity, np.int64)
+        self._used = np.zeros(capacity, np.int64)  # number of the batch that last needed a slot's row
+        self._batches = 0
+        self._oldest: deque[tuple[int, int]] = deque()  # (slot, when it was last used by then), the next to leave
         self._unused = 0  # slots from here on were never filled
         self._freed: list[int] = []  # slots given back by a rollback
         self._journal: deque[tuple[int, list[tuple[int, int, int | None]]]] = deque()
@@ -63,33 +71,27 @@ class Mirror:
         Raises:
           ConfigError: the batch has more distinct rows than the cache has slots; the mirror is unchanged.
         """
-        distinct, first_places, inverse = np.unique(row_ids, return_index=True, return_inverse=True)
-        if len(distinct) > self.capacity:
-            raise ConfigError(f"a batch of {len(distinct)} rows does not fit a row cache of {self.capacity}")
+        flat = row_ids.reshape(-1)
+        if flat.size > self.capacity and (count := len(np.unique(flat))) > self.capacity:
+            raise ConfigError(f"a batch of {count} rows does not fit a row cache of {self.capacity}")
         slot_of = self._slot_of
-        ids = distinct.tolist()
-        slots = [slot_of.get(row_id, -1) for row_id in ids]
-        missing: list[int] = []
-        touch = slot_of.move_to_end
+        slots = np.array(list(map(slot_of.get, flat.tolist(), itertools.repeat(-1))), np.int32)
+        lacking = np.flatnonzero(slots < 0)
+        missing, first_places, inverse = np.unique(flat[lacking], return_index=True, return_inverse=True)
         # Every row the batch needs becomes the most recent before any slot is taken away.
-        for place, slot in enumerate(slots):
-            if slot >= 0:
-                touch(ids[place])
-            else:
-                missing.append(place)
+        self._batches += 1
+        self._used[slots[slots >= 0]] = self._batches
         entries: list[tuple[int, int, int | None]] = []
-        for place in missing:
+        for row_id in missing.tolist():
             slot, evicted = self._take_slot()
-            slot_of[ids[place]] = slot
-            slots[place] = slot
-            entries.append((slot, ids[place], evicted))
+            self._used[slot] = self._batches
+            slot_of[row_id] = slot
+            entries.append((slot, row_id, evicted))
+        new_slots = np.array([slot for slot, _, _ in entries], np.int32)
+        self._row_at[new_slots] = missing
+        slots[lacking] = new_slots[inverse]
         self._journal.append((sequence, entries))
-        found = np.array(slots, np.int32)
-        return Placement(
-            slots=found[inverse.reshape(row_ids.shape)],
-            new_slots=found[missing],
-            new_places=first_places[missing],
-        )
+        return Placement(slots.reshape(row_ids.shape), new_slots, lacking[first_places])
 
     def confirm(self, sequence: int) -> None:
         """Says that the learner has applied all batches up to `sequence`: they can't be rolled back any more."""
@@ -106,6 +108,7 @@ class Mirror:
                     self._freed.append(slot)
                 else:
                     self._slot_of[evicted] = slot
+                    self._row_at[slot] = evicted
 
     def _take_slot(self) -> tuple[int, int | None]:
         if self._freed:
@@ -113,5 +116,15 @@ class Mirror:
         if self._unused < self.capacity:
             self._unused += 1
             return self._unused - 1, None
-        evicted, slot = self._slot_of.popitem(last=False)
-        return slot, evicted
+        while True:
+            if not self._oldest:
+                # A part of the slots at a time, since to keep all in order costs at every use of a row.
+                count = min(self.capacity, max(_LEAST_SORTED, self.capacity // _SORTED_PARTS))
+                oldest = np.argpartition(self._used, count - 1)[:count]
+                oldest = oldest[np.argsort(self._used[oldest], kind="stable")]
+                self._oldest.extend(zip(oldest.tolist(), self._used[oldest].tolist()))
+            slot, used = self._oldest.popleft()
+            if self._used[slot] == used:  # else it has been needed since
+                evicted = int(self._row_at[slot])
+                del self._slot_of[evicted]
+                return slot, evicted
