@@ -57,6 +57,7 @@ def serve(arguments: argparse.Namespace) -> None:
         arguments.port,
         arguments.replay_port,
         _credentials(arguments, "gateway"),
+        congestion_control=arguments.tcp_congestion_control,
     )
     gateway.start()
     stock = stock_server(arguments.capacity, gateway.port + 1)
@@ -346,6 +347,7 @@ def main() -> None:
     site.add_argument("--port", type=int, default=0)
     site.add_argument("--replay_port", type=int, default=0)
     site.add_argument("--capacity", type=int, default=20_000)
+    site.add_argument("--tcp_congestion_control", default="", help="as launchers.buffer has it")
     feeder = commands.add_parser("feed")
     client = commands.add_parser("pull")
     client.add_argument("--client", choices=("longhaul", "reverb"), default="longhaul")

@@ -1,9 +1,10 @@
 """What the kernel has counted on this process's TCP connections: the bytes that really came, framing and all."""
 
 import contextlib
-import os
 import socket
 import struct
+
+from longhaul.tcp import own_sockets
 
 _TCP_INFO_BYTES = 248
 # struct tcp_info of linux/tcp.h: 8 one-byte fields, 24 uint32, then uint64: pacing_rate, max_pacing_rate,
@@ -15,18 +16,13 @@ _RECEIVED_OFFSET = _ACKED_OFFSET + 8
 def connection_bytes() -> dict[tuple[str, int, int], tuple[int, int]]:
     """Returns (peer host, peer port, own port) -> (bytes received, bytes sent and acknowledged) of open connections."""
     found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                peer = connection.getpeername()
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                acked, received = struct.unpack_from("<QQ", info, _ACKED_OFFSET)
-                host = peer[0].removeprefix("::ffff:")
-                found[(host, peer[1], connection.getsockname()[1])] = (received, acked)
+    for connection in own_sockets():
+        with contextlib.suppress(OSError):  # a listener has no peer
+            peer = connection.getpeername()
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            acked, received = struct.unpack_from("<QQ", info, _ACKED_OFFSET)
+            host = peer[0].removeprefix("::ffff:")
+            found[(host, peer[1], connection.getsockname()[1])] = (received, acked)
     return found
 
 

@@ -26,6 +26,9 @@ _ORDER = flags.DEFINE_enum(
     "arrival, of which the oldest is dropped where more than config.replay.spool transitions wait",
 )
 _REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
+_CONGESTION_CONTROL = flags.DEFINE_string(
+    "tcp_congestion_control", "", "TCP's congestion control for what goes to the learner; the kernel's default if empty"
+)
 flags.adopt_module_key_flags(command_line)
 flags.adopt_module_key_flags(exporting)
 flags.declare_key_flag("credentials")
@@ -41,9 +44,18 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     workdir = command_line.workdir()
     metrics = exporting.writer(workdir, "gateway", config.metrics.tensorboard)
     checkpoints = workdir / "replay" if workdir is not None else None
-    gateway = Gateway(config, _HOST.value, _PORT.value, _REPLAY_PORT.value, credentials, _ORDER.value, checkpoints)
-    gateway.start()
+    gateway = Gateway(
+        config,
+        _HOST.value,
+        _PORT.value,
+        _REPLAY_PORT.value,
+        credentials,
+        _ORDER.value,
+        checkpoints,
+        _CONGESTION_CONTROL.value,
+    )
     try:
+        gateway.start()
         address = f"{_HOST.value}:{gateway.port}"
         if workdir is not None:
             write_atomically(workdir / "gateway.json", json.dumps({"address": address}) + "\n")

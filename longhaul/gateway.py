@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import grpc
 import numpy as np
 
-from longhaul import buffer, row_store, session, snapshots, stream
+from longhaul import buffer, row_store, session, snapshots, stream, tcp
 from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, spec_to_proto
 from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused
 from longhaul.proto import longhaul_pb2 as pb
@@ -49,6 +49,7 @@ class Gateway:
       credentials: for TLS and tokens; None serves in the clear, whoever calls.
       order: what leaves for the learner, "priority" or "arrival"; see `buffer.ReplayServer`.
       checkpoints: folder for checkpoints of the replay; a temporary one if None.
+      congestion_control: TCP's, for what is sent to the learner; the kernel's default if empty.
 
     Attributes:
       port: listened on, after `start`.
@@ -64,8 +65,10 @@ class Gateway:
         credentials: Credentials | None = None,
         order: str = "priority",
         checkpoints: Path | None = None,
+        congestion_control: str = "",
     ):
         self._replay = config.replay
+        self._congestion_control = congestion_control
         self._order = order
         self._checkpoints = checkpoints
         self._host = host
@@ -90,7 +93,8 @@ class Gateway:
         """Listens.
 
         Raises:
-          ConfigError: the address can't be listened on; names host and port.
+          ConfigError: the address can't be listened on; names host and port. The kernel won't have the congestion
+            control.
         """
         pool = futures.ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="call")
         check = None
@@ -110,6 +114,8 @@ class Gateway:
             raise ConfigError(f"the gateway can't listen on {address}; choose another --host or --port")
         self.port = port
         server.start()
+        if self._congestion_control:
+            tcp.set_congestion_control(port, self._congestion_control)
         self._server = server
         self._watcher.start()
         logging.info("gateway of run %s listens on %s:%d", self.run_id, self._host, self.port)
