@@ -1,14 +1,15 @@
-"""One actor process of a site: steps its environments and writes their experience to the site's replay.
+"""One actor process of a site: steps its environments and sends their experience to the site's buffer node.
 
   python -m launchers.actor --config=configs/cartpole.py --gateway=127.0.0.1:7720 --actor_index=0
 
-Waits for the buffer node if it is not there yet, and goes on acting on its weights while the learner is away.
+Waits for the buffer node if it is not there yet, and goes on acting on its weights while the learner is away. Needs
+neither Reverb nor TensorFlow: it also runs where those do not.
 """
 
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, connection, exporting, reverb_check
+from launchers import command_line, connection, exporting
 from longhaul import workers
 from longhaul.errors import ConfigError
 
@@ -29,7 +30,6 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     if config.actor.probe_share and command_line.workdir() is None:
         raise ConfigError("config.actor.probe_share needs --workdir, where the held-out transitions are kept")
     address, credentials = connection.to_gateway("actor")
-    reverb_check.check_versions()
     from longhaul.actor import Actor
     from longhaul.site_client import SiteClient
 

@@ -3,7 +3,7 @@
   python -m launchers.buffer --config=configs/cartpole.py --workdir=runs/mine
 
 Listens on loopback unless told otherwise. Actors of the site and the learner both give this node's address as
---gateway. Writes gateway.json with the address into --workdir once it answers.
+--gateway, and need no other port. Writes gateway.json with the address into --workdir once it answers.
 """
 
 import json
@@ -25,7 +25,7 @@ _ORDER = flags.DEFINE_enum(
     "what leaves for the learner: draws by priority, or, as the existing approach has it, everything once in order of "
     "arrival, of which the oldest is dropped where more than config.replay.spool transitions wait",
 )
-_REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, for actors; 0 takes a free one", lower_bound=0)
+_REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, which only this process uses; 0 takes a free one", lower_bound=0)
 _CONGESTION_CONTROL = flags.DEFINE_string(
     "tcp_congestion_control", "", "TCP's congestion control for what goes to the learner; the kernel's default if empty"
 )

@@ -12,7 +12,7 @@ import time
 from absl import flags
 from ml_collections import config_dict
 
-from launchers import command_line, connection, exporting, link_flags, reverb_check
+from launchers import command_line, connection, exporting, link_flags
 from longhaul import security, workers
 
 _CLOUD_GATEWAY = flags.DEFINE_string(
@@ -28,8 +28,6 @@ def main(config: config_dict.ConfigDict, signals: workers.StopSignals) -> None:
     address, credentials = connection.to_gateway("learner")
     host, _ = command_line.parse_address(_CLOUD_GATEWAY.value, "cloud_gateway")
     security.check_plaintext(host, None, False, "--cloud_gateway")
-    reverb_check.check_versions()
-    import longhaul.inserter  # noqa: F401 (TensorFlow takes seconds: now, not while the site's queue runs over)
     from longhaul.forwarder import Forwarder  # brings JAX: not for --help or a mistyped flag
     from longhaul.site_client import SiteClient
 

@@ -30,6 +30,7 @@ from longhaul import env as env_lib
 from longhaul.errors import Corruption, Stopped
 from longhaul.exploration import Exploration
 from longhaul.first_priority import Acted, FirstPriority
+from longhaul.inserter import Inserter
 from longhaul.metrics import MetricsWriter
 from longhaul.nstep import NStepAccumulator
 from longhaul.pacing import Pace
@@ -38,24 +39,11 @@ from longhaul.probe import ProbeWriter
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
 from longhaul.streams import Events, Streams
-from longhaul.types import ExperienceSpec, NStepTransition, Snapshot, TransitionWriter
+from longhaul.types import NStepTransition, Snapshot, TransitionWriter
 
 _MAX_PRIORITY = 1e38  # returns are stored as float32
 _LONGEST_WAIT_S = 0.2  # for the next step's time, before the other duties
 _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
-
-
-def _open_replay(
-    site: SiteClient,
-    spec: ExperienceSpec,
-    num_streams: int,
-    keep_rows: int,
-    max_pending_items: int,
-    write_timeout_s: float,
-) -> TransitionWriter:
-    from longhaul.inserter import Inserter  # brings TensorFlow along, so only where a replay is really written
-
-    return Inserter(site, spec, num_streams, keep_rows, max_pending_items, write_timeout_s)
 
 
 class _Held(NamedTuple):
@@ -117,7 +105,7 @@ class Actor:
       site: the gateway's client, not yet announced; `run` announces and starts it, its maker closes it.
       metrics: where a line goes each config.metrics.period_s; its step is environment steps.
       stop: ends `run`.
-      open_writer: makes the replay's writer; its arguments are those of `inserter.Inserter`.
+      open_writer: makes the replay's writer; its arguments are those of `Inserter`.
       workdir: the run's folder, for the probe; only needed with config.actor.probe_share.
     """
 
@@ -128,7 +116,7 @@ class Actor:
         site: SiteClient,
         metrics: MetricsWriter,
         stop: threading.Event,
-        open_writer: Callable[..., TransitionWriter] = _open_replay,
+        open_writer: Callable[..., TransitionWriter] = Inserter,
         workdir: Path | None = None,
     ):
         self._config = config

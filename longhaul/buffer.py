@@ -1,8 +1,8 @@
-"""The prioritized replay at the site: a Reverb table, its writer for actors and its sampler for the gateway.
+"""The prioritized replay at the site: a Reverb table, and the gateway's writers and samplers of it.
 
 The only importer of Reverb (Cassirer et al. 2021), and through it of TensorFlow. An item of the table is one
-n-step transition, a packed record: action, return, discount, the version of the weights that acted, and the ids of the
-observation rows of both of its stacks. The rows themselves lie beside the table (row_store.RowStore), each once however
+n-step transition, a packed record (records.py): action, return, discount, the version of the weights that acted, and the
+ids of the observation rows of both of its stacks. The rows themselves lie beside the table (row_store.RowStore), each once however
 many transitions refer to it, and take no part in a draw: with them in the items, Reverb spent three quarters of its
 time on moving rows that the learner already had.
 
@@ -16,7 +16,6 @@ import ctypes
 import queue
 import secrets
 import socket
-import struct
 import tempfile
 import threading
 import time
@@ -31,25 +30,13 @@ from reverb import pybind
 from reverb.cc import schema_pb2
 
 from longhaul.errors import ConfigError, Stopped, WorkerFailed
-from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
+from longhaul.records import step_dtype
+from longhaul.types import DrawnSamples, ExperienceSpec
 
 TABLE = "replay"
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 _FOREVER = 1e300  # Reverb takes a double; an insert is never blocked
 _LOOK_S = 0.2  # between looks at the stop event while the limiter holds a draw back
-
-
-def step_dtype(stack: int) -> np.dtype:
-    """Returns the packed record that an item is."""
-    return np.dtype(
-        [
-            ("action", "<i4"),
-            ("n_step_return", "<f4"),
-            ("discount", "<f4"),
-            ("policy_version", "<i8"),
-            ("row_ids", "<i8", (2 * stack,)),
-        ]
-    )
 
 
 def _signature(spec: ExperienceSpec) -> dict[str, tf.TensorSpec]:
@@ -283,37 +270,36 @@ class ReplaySampler:
 
 
 class ItemWriter:
-    """Writes transitions into the replay; the rows that they refer to must be in the site's row store by then.
+    """Writes transitions into a replay server; the rows that they refer to must be in the site's row store by then.
 
     Not thread-safe. Never blocks, except in `flush`.
 
     Args:
-      address: host:port of the replay.
-      spec: of the experience.
+      server: to write into.
     """
 
-    def __init__(self, address: str, spec: ExperienceSpec):
-        self._step = struct.Struct(f"<iffq{2 * spec.stack}q")  # step_dtype's fields; numpy takes five times as long
-        _keep_freed_memory()
-        self._client = reverb.Client(address)
+    def __init__(self, server: ReplayServer):
+        self._client = reverb.Client(f"localhost:{server.port}")
         self._writer: reverb.TrajectoryWriter | None = None
 
-    def write(self, transition: NStepTransition, policy_version: int, priority: float) -> None:
+    def write(self, step: np.ndarray, priority: float) -> None:
         """Hands one transition to Reverb, which sends it in the background.
+
+        Args:
+          step: uint8, the bytes of one record of `records.step_dtype`.
+          priority: finite and not negative.
 
         Raises:
           WorkerFailed: the connection has failed for good, with all that was not confirmed; the next call makes
             another.
         """
-        t = transition
-        step = self._step.pack(t.action, t.n_step_return, t.discount, policy_version, *t.obs_ids, *t.next_ids)
         try:
             if self._writer is None:
                 self._writer = self._client.trajectory_writer(num_keep_alive_refs=1)
                 options = pybind.ConstantChunkerOptions(max_chunk_length=1, num_keep_alive_refs=1)
                 self._writer._writer.ConfigureChunker(0, options)
             # Reverb's own Python layer flattens trees at each of these calls, for twice what they cost by themselves.
-            steps = self._writer._writer.Append([np.frombuffer(step, np.uint8)])
+            steps = self._writer._writer.Append([step])
             self._writer._writer.CreateItem(TABLE, priority, [steps], [False])
         except (RuntimeError, reverb.errors.ReverbError) as error:
             self._abandon()

@@ -16,7 +16,7 @@ from longhaul.proto import longhaul_pb2 as pb
 from longhaul.security import Credentials, SendToken, explain_failure
 from longhaul.types import ExperienceSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PART_BYTES = 2**17  # of a large payload per message: others get their turn, and each is a sign of life on a slow link
 MAX_MESSAGE_BYTES = 8 * 2**20  # parts and the columns of a large batch fit with room to spare
 KEEPALIVE_PERIOD_S = 10.0

@@ -22,6 +22,7 @@ from longhaul import device_cache, pacing, scoring
 from longhaul.errors import Corruption, Stopped
 from longhaul.metrics import MetricsWriter
 from longhaul.policy import Policy
+from longhaul.inserter import Inserter
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
 from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot, TransitionWriter
@@ -35,8 +36,6 @@ _LEAST_PULL = 256
 
 
 def _open_replay(site: SiteClient, spec: ExperienceSpec, config: config_dict.ConfigDict) -> TransitionWriter:
-    from longhaul.inserter import Inserter  # brings TensorFlow along, so only where a replay is really written
-
     pending = max(config.actor.max_pending_items, config.learner.batch_size * config.learner.minibatches_per_pull)
     return Inserter(site, spec, 1, _KEEP_ROWS, pending, config.actor.write_timeout_s)
 

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import grpc
 import numpy as np
 
-from longhaul import buffer, row_store, session, snapshots, stream, tcp
+from longhaul import buffer, intake, row_store, session, snapshots, stream, tcp
 from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, spec_to_proto
-from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused
+from longhaul.errors import ConfigError, Corruption, LonghaulError, MismatchError, Refused, Stopped
 from longhaul.proto import longhaul_pb2 as pb
 from longhaul.proto import longhaul_pb2_grpc as rpc
 from longhaul.security import CheckToken, Credentials
@@ -45,7 +45,7 @@ class Gateway:
       config: the run's; replay is read.
       host: address to listen on.
       port: 0 takes any.
-      replay_port: Reverb's; 0 takes any.
+      replay_port: Reverb's, which nobody but this process needs to reach; 0 takes any.
       credentials: for TLS and tokens; None serves in the clear, whoever calls.
       order: what leaves for the learner, "priority" or "arrival"; see `buffer.ReplayServer`.
       checkpoints: folder for checkpoints of the replay; a temporary one if None.
@@ -82,6 +82,7 @@ class Gateway:
         self._table: buffer.ReplayServer | None = None
         self._rows: row_store.RowStore | None = None
         self._session: session.Session | None = None
+        self._accounts = intake.Accounts()
         self._weights = snapshots.SnapshotHolder()
         self._counters: Counter[str] = Counter()
         self._size_inserts_samples = (0, 0, 0)
@@ -227,16 +228,16 @@ class Gateway:
         row_store.save_rows(folder / "rows.npz", before | rows.snapshot())
         return folder
 
-    def open_feed(self, first: pb.RowsRequest) -> row_store.RowFeed:
-        """Begins to take an actor's rows.
+    def open_intake(self, first: pb.InsertRequest, gone: Callable[[], bool]) -> intake.Intake:
+        """Begins to take an actor's experience.
 
         Raises:
           MismatchError: the actor has announced itself to another run of this node.
           Corruption: its figures can't be.
         """
-        if self._rows is None or first.run_id != self.run_id:
+        if self._rows is None or self._table is None or first.run_id != self.run_id:
             raise MismatchError("the buffer node has restarted: announce the experience again")
-        return self._rows.open(first.streams, first.keep_rows, first.pending)
+        return intake.Intake(first, self._table, self._rows, self._accounts, lambda: self._stop.is_set() or gone())
 
     def _watch_table(self) -> None:
         """Reads the table's figures and decides whether actors should wait."""
@@ -301,10 +302,7 @@ class _Service(rpc.GatewayServicer):
             self._abort(context, error)
         if gateway._table is None:
             self._refuse(context, grpc.StatusCode.UNAVAILABLE, "no actor has announced its experience yet")
-        response = gateway.describe()
-        if request.role == "actor":
-            response.replay_port = gateway._table.port
-        return response
+        return gateway.describe()
 
     def Sample(
         self, requests: Iterator[pb.SampleRequest], context: grpc.ServicerContext
@@ -330,23 +328,25 @@ class _Service(rpc.GatewayServicer):
         if context.is_active():
             self._refuse(context, grpc.StatusCode.UNAVAILABLE, "the gateway ends this stream")
 
-    def PutRows(self, requests: Iterator[pb.RowsRequest], context: grpc.ServicerContext) -> Iterator[pb.RowsResponse]:
-        feed: row_store.RowFeed | None = None
+    def Insert(
+        self, requests: Iterator[pb.InsertRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.InsertResponse]:
+        taking: intake.Intake | None = None
         try:
             for request in requests:
-                if feed is None:
-                    feed = self._gateway.open_feed(request)
-                places = np.frombuffer(request.places, "<i4").tolist()
-                feed.put(places, list(request.cells), request.handed_over, request.settled)
-                yield pb.RowsResponse(stored=feed.stored)
+                if taking is None:
+                    taking = self._gateway.open_intake(request, lambda: not context.is_active())
+                yield taking.take(request)
+        except Stopped:
+            pass
         except Corruption as error:
             self._gateway._counters["corrupt_messages"] += 1
             self._abort(context, error)
-        except MismatchError as error:
+        except LonghaulError as error:
             self._abort(context, error)
         finally:
-            if feed is not None:
-                feed.close()
+            if taking is not None:
+                taking.close()
 
     def PublishWeights(self, chunks: Iterator[pb.WeightsChunk], context: grpc.ServicerContext) -> pb.PublishResponse:
         holder = self._gateway._weights

@@ -1,10 +1,10 @@
 """The observation rows of a site, by id: each is held once, as long as a transition of the replay may refer to it.
 
-A row comes before the transitions that refer to it, and its actor waits until it is stored: whatever the replay
-draws is found here. The newest rows of every environment stream are pinned, since transitions to come refer to them,
-however slow the stream. A row that its stream has left behind is pinned until the transitions that its actor had
-handed over by then are settled; then it stays for as many further transitions as the replay holds (which lets its
-oldest go first), and some more for those on their way out of it, or in it and not yet reported here.
+A row comes before the transitions that refer to it: whatever the replay draws is found here. The newest rows of every
+environment stream are pinned, since transitions to come refer to them, however slow the stream. A row that its stream
+has left behind is pinned until the transitions that came with its successors are written; then it stays for as many
+further transitions as the replay holds (which lets its oldest go first), and some more for those on their way out of
+it, or in it and not yet counted here.
 """
 
 import threading
@@ -38,7 +38,7 @@ class RowStore:
         self._pins: dict[int, int] = {}  # row id -> streams that hold on to it
         self._leaving: deque[tuple[int, int]] = deque()  # (transitions settled when it was unpinned, row id)
         self._returned: dict[int, int] = {}  # row id -> entries of `_leaving` that a later pin has made void
-        self._settled = 0  # transitions written into the replay or given up, over all actors
+        self._settled = 0  # transitions written into the replay, over all actors
         self._on_their_way = 0  # transitions into and out of the replay, at most
         self._bytes = 0
         self._feeds = 0
@@ -71,33 +71,34 @@ class RowStore:
         with self._lock:
             self._on_their_way += transitions
 
-    def _count_feed(self, change: int, pending: int) -> None:
-        self.reserve(change * pending)
+    def holds(self, row_ids: list[int]) -> bool:
+        """Returns whether all of these rows are here."""
+        return all(map(self._cells.__contains__, row_ids))
+
+    def _count_feed(self, change: int, transitions: int) -> None:
+        self.reserve(change * transitions)
         with self._lock:
             self._feeds += change
 
-    def open(self, streams: int, keep_rows: int, pending: int) -> "RowFeed":
+    def open(self, streams: int, keep_rows: int, most_transitions: int) -> "RowFeed":
         """Begins to take the rows of one actor.
 
         Args:
           streams: its environment streams.
           keep_rows: newest rows of a stream that transitions to come may refer to.
-          pending: transitions at most that it has handed over and that are not yet in the replay.
+          most_transitions: that may be in the replay and not yet counted by `RowFeed.settle`.
 
         Raises:
           Corruption: a number that can't be.
         """
         if not (0 < streams <= _MOST_STREAMS and keep_rows > 0 and streams * keep_rows <= _MOST_KEPT_ROWS):
             raise Corruption(f"rows of {streams} streams, {keep_rows} kept of each: not possible")
-        if not 0 <= pending <= _MOST_KEPT_ROWS:
-            raise Corruption(f"{pending} pending transitions: not possible")
-        return RowFeed(self, streams, keep_rows, pending)
+        return RowFeed(self, streams, keep_rows, most_transitions)
 
-    def _put(self, cells: list[bytes], settled: int) -> list[int]:
-        """Stores and pins rows, and counts transitions; returns the rows' ids."""
+    def _put(self, cells: list[bytes]) -> list[int]:
+        """Stores and pins rows; returns their ids."""
         row_ids = [codec.cell_id(cell) for cell in cells]
         with self._lock:
-            self._settled += settled
             for row_id, cell in zip(row_ids, cells):
                 if row_id not in self._cells:  # else it has come twice, after a cut; the first stays
                     self._cells[row_id] = cell
@@ -107,8 +108,10 @@ class RowStore:
                 self._pins[row_id] = self._pins.get(row_id, 0) + 1
         return row_ids
 
-    def _unpin(self, row_ids: list[int]) -> None:
+    def _unpin(self, row_ids: list[int], settled: int = 0) -> None:
+        """Lets go of pins, after so many transitions more."""
         with self._lock:
+            self._settled += settled
             for row_id in row_ids:
                 if pins := self._pins[row_id] - 1:
                     self._pins[row_id] = pins
@@ -163,55 +166,46 @@ def load_rows(path: Path) -> dict[int, bytes]:
 class RowFeed:
     """What one actor brings into the store, over one connection. Not thread-safe."""
 
-    def __init__(self, store: RowStore, streams: int, keep_rows: int, pending: int):
+    def __init__(self, store: RowStore, streams: int, keep_rows: int, most_transitions: int):
         self._store = store
-        self._pending = pending
-        store._count_feed(1, pending)
+        self._most_transitions = most_transitions
+        store._count_feed(1, most_transitions)
         self._newest: list[deque[int]] = [deque() for _ in range(streams)]
-        self._left_behind: deque[tuple[int, int]] = deque()  # (transitions handed over by then, row id)
+        self._left_behind: list[int] = []
         self._keep_rows = keep_rows
-        self._settled = 0
-        self.stored = 0
 
-    def put(self, places: list[int], cells: list[bytes], handed_over: int, settled: int) -> None:
-        """Stores rows, all or none.
+    def put(self, places: list[int], cells: list[bytes]) -> None:
+        """Stores rows, all or none. What their streams leave behind stays until `settle`.
 
         Args:
           places: each row's stream, from 0.
           cells: each row, packed.
-          handed_over: transitions that have been waiting for their rows so far, over this connection.
-          settled: of these, the first that are in the replay by now, or given up.
 
         Raises:
-          Corruption: a stream that is not there, a cell that does not hold a row, counts that can't be.
+          Corruption: a stream that is not there, a cell that does not hold a row.
         """
         if len(places) != len(cells):
             raise Corruption(f"{len(cells)} rows for {len(places)} streams")
-        if not self._settled <= settled <= handed_over:
-            raise Corruption(f"{settled} of {handed_over} transitions settled, {self._settled} were before")
         for place in places:
             if not 0 <= place < len(self._newest):
                 raise Corruption(f"a row of stream {place}, of {len(self._newest)}")
         codec.unpack_cells(cells, self._store._row_bytes)  # here it costs its sender's stream, later a learner's
-        row_ids = self._store._put(cells, settled - self._settled)
-        self._settled = settled
-        self.stored += len(cells)
+        row_ids = self._store._put(cells)
         for place, row_id in zip(places, row_ids):
             newest = self._newest[place]
             newest.append(row_id)
             if len(newest) > self._keep_rows:
-                self._left_behind.append((handed_over, newest.popleft()))
-        unpinned = []
-        most = self._keep_rows * len(self._newest) + self._store._rows_per_item * (self._pending + 1)
-        while self._left_behind and (self._left_behind[0][0] <= settled or len(self._left_behind) > most):
-            unpinned.append(self._left_behind.popleft()[1])
-        self._store._unpin(unpinned)
+                self._left_behind.append(newest.popleft())
+
+    def settle(self, transitions: int) -> None:
+        """Notes that so many transitions more, all that refer to rows put so far, are in the replay."""
+        self._store._unpin(self._left_behind, transitions)
+        self._left_behind = []
 
     def close(self) -> None:
         """No more rows come: those pinned stay as long as if all were settled now."""
-        self._store._unpin([row_id for _, row_id in self._left_behind])
-        self._left_behind.clear()
+        self.settle(0)
         for newest in self._newest:
             self._store._unpin(list(newest))
             newest.clear()
-        self._store._count_feed(-1, self._pending)
+        self._store._count_feed(-1, self._most_transitions)

@@ -33,7 +33,7 @@ _CERTIFICATE_REFUSED = "the other end refuses this end's certificate (its log sa
 # What a role may call, and no more.
 _ALLOWED = {
     "learner": {"Describe", "Sample", "PublishWeights", "Checkpoint", "Health"},
-    "actor": {"Describe", "PutRows", "WatchWeights", "Health"},
+    "actor": {"Describe", "Insert", "WatchWeights", "Health"},
     "reader": {"Describe", "WatchWeights", "Health"},
 }
 

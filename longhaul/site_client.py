@@ -31,7 +31,6 @@ class SiteDescription(NamedTuple):
     Attributes:
       run_id: new with each start of the buffer node.
       spec: of the site's experience.
-      replay_address: host:port of Reverb; empty for others than actors.
       capacity: items the replay holds at most.
       min_size: items before the first sample.
       priority_exponent: alpha.
@@ -41,7 +40,6 @@ class SiteDescription(NamedTuple):
 
     run_id: str
     spec: ExperienceSpec
-    replay_address: str
     capacity: int
     min_size: int
     priority_exponent: float
@@ -69,11 +67,9 @@ def describe(
         response = stub.Describe(request, timeout=timeout_s)
     except grpc.RpcError as error:
         raise channel.our_error(error, address, credentials) from None
-    host = address.rsplit(":", 1)[0]
     return SiteDescription(
         run_id=response.run_id,
         spec=channel.spec_from_proto(response.spec),
-        replay_address=f"{host}:{response.replay_port}" if response.replay_port else "",
         capacity=response.capacity,
         min_size=response.min_size,
         priority_exponent=response.priority_exponent,
@@ -162,15 +158,15 @@ class SiteClient:
                     said = True
                 backoff.wait(outage)
 
-    def put_rows(self, requests: Iterator[pb.RowsRequest]) -> Any:
-        """Opens a stream of rows to the gateway; returns gRPC's call, an iterator of RowsResponse.
+    def insert(self, requests: Iterator[pb.InsertRequest]) -> Any:
+        """Opens a stream of experience to the gateway; returns gRPC's call, an iterator of InsertResponse.
 
         Raises:
           Stopped: this client is closed.
         """
         if self._done():
             raise Stopped("the site's client is closed")
-        return self._stub.PutRows(requests)
+        return self._stub.Insert(requests)
 
     def explain(self, error: grpc.RpcError) -> LonghaulError:
         """Returns our error for one of gRPC's."""

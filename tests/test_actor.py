@@ -52,7 +52,7 @@ class Site:
         self.snapshots = {}  # acting step -> the snapshot held from then on
         self.pauses = set()  # acting steps before which it asks to wait, a few times
         self._pausing = 0
-        self.description = SiteDescription("run", None, "nowhere:0", 1, 1, 0.6, 0, 0)
+        self.description = SiteDescription("run", None, 1, 1, 0.6, 0, 0)
         self.actions = {}  # acting step -> what happens before it
 
     def announce(self, spec, timeout_s=None):
@@ -423,8 +423,8 @@ class RealSite(Site):
         self.description = self._clients[-1].announce(spec)
         return self.description
 
-    def put_rows(self, requests):
-        return self._clients[-1].put_rows(requests)
+    def insert(self, requests):
+        return self._clients[-1].insert(requests)
 
     def explain(self, error):
         return self._clients[-1].explain(error)

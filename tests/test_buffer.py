@@ -10,6 +10,7 @@ pytest.importorskip("reverb")
 
 from longhaul import buffer, config
 from longhaul.errors import ConfigError, Stopped
+from longhaul.records import RecordPacker, step_dtype
 from longhaul.types import ExperienceSpec, NStepTransition
 
 VECTOR = ExperienceSpec("Test-v0", (3,), "float32", stack=1, num_actions=4, n_step=3, gamma=0.9)
@@ -39,10 +40,12 @@ class _Writer:
     """An ItemWriter that waits for its transitions."""
 
     def __init__(self, server):
-        self._items = buffer.ItemWriter(f"127.0.0.1:{server.port}", server.spec)
+        self._items = buffer.ItemWriter(server)
+        self._stack = server.spec.stack
 
     def write(self, transition, policy_version, priority):
-        self._items.write(transition, policy_version, priority)
+        record = RecordPacker(self._stack).pack(transition, policy_version, priority)
+        self._items.write(np.frombuffer(record, np.uint8)[: step_dtype(self._stack).itemsize], priority)
         assert self._items.flush(32, 10.0)
 
     def close(self):

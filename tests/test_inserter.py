@@ -159,7 +159,7 @@ def test_rows_that_can_not_be_are_refused_counted_and_harm_nobody_else():
         good.add_row(0, 0, _row(VECTOR, 0))
         other_site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", threading.Event())
         bad = _inserter(other_site)
-        bad._packer.pack = lambda row_id, row: row_id.to_bytes(8, "little") + b"\1damaged"
+        bad._cells.pack = lambda row_id, row: row_id.to_bytes(8, "little") + b"\1damaged"
         for row_id in (10, 11):
             bad.add_row(0, row_id, _row(VECTOR, row_id))
         bad.add_transition(0, NStepTransition((10,), (11,), 0, 1.0, 0.9), 0, 1.0)

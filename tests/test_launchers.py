@@ -211,6 +211,12 @@ def test_the_learner_loads_neither_tensorflow_nor_reverb_nor_gymnasium():
     assert not {"tensorflow", "reverb", "gymnasium", "ale_py", "cv2"} & loaded
 
 
+def test_actors_load_neither_tensorflow_nor_reverb():
+    loaded = loaded_by("import launchers.actor, longhaul.actor")
+    assert {"jax", "flax", "gymnasium", "grpc"} <= loaded
+    assert not {"tensorflow", "reverb", "optax"} & loaded
+
+
 def test_the_buffer_node_does_not_load_jax():
     pytest.importorskip("reverb")
     loaded = loaded_by("import launchers.buffer; launchers.buffer.keep_jax_out(); import longhaul.gateway")

@@ -4,8 +4,8 @@ The project's rule: imports go down the list below only. Launchers stand above e
 are the four parts (actor, gateway, link, learner), which never import each other; below those what speaks for a part
 (the replay, the site's client); then the pure pieces; at the bottom plain records, errors, settings, figures and
 processes. Then, whatever stands in between: the site's door (gateway, session, buffer, site_client) and the link never
-reach JAX; link and learner never reach Reverb, TensorFlow or gymnasium; networks, dqn and learner never reach
-gRPC either; and Reverb and TensorFlow are imported by buffer alone.
+reach JAX; link and learner never reach Reverb, TensorFlow or gymnasium, actors neither of the first two; networks, dqn
+and learner never reach gRPC either; and Reverb and TensorFlow are imported by buffer alone.
 """
 
 import ast
@@ -24,9 +24,11 @@ ORDER = [
     *(
         "proto",
         "codec",
+        "records",
         "security",
         "budget",
         "channel",
+        "tcp",
         "relay",
         "snapshots",
         "arrival",
@@ -66,6 +68,7 @@ ORDER = [
         "queue_sampler",
         "site_client",
         "inserter",
+        "intake",
         "session",
         "stream",
         "checkpoints",
@@ -86,6 +89,8 @@ NEVER = {
     "session": JAX,
     "buffer": JAX,
     "site_client": JAX,
+    "actor": {"reverb", "tensorflow"},
+    "forwarder": {"reverb", "tensorflow"},
     "link": JAX | SITE_LIBRARIES,
     "learner": SITE_LIBRARIES | {"grpc"},
     "networks": SITE_LIBRARIES | {"grpc"},

@@ -13,6 +13,7 @@ from longhaul import buffer
 from longhaul.errors import DeadlineExceeded, MismatchError, Refused
 from longhaul.gateway import Gateway
 from longhaul.link import LinkClient
+from longhaul.records import RecordPacker, record_dtype
 from longhaul.relay import Relay
 from longhaul.site_client import SiteClient
 from longhaul.types import ExperienceSpec, NStepTransition, Snapshot
@@ -200,7 +201,6 @@ def test_describe_waits_for_an_actor_and_then_tells_all():
         client.announce(SPEC)
         description = link.describe(timeout_s=5.0)
         assert description.spec == SPEC and description.capacity == 10_000
-        assert description.replay_address == ""  # Reverb's port is the site's own business
         link.close()
 
 
@@ -326,10 +326,12 @@ def test_a_transition_whose_rows_the_site_lacks_costs_itself_alone_and_is_counte
     with running(small_config()) as (gateway, site):
         writer = Writer(site)
         writer.write(100)
-        items = buffer.ItemWriter(site.description.replay_address, SPEC)  # a writer that breaks the rules
+        items = buffer.ItemWriter(gateway._table)  # a writer that breaks the rules
         for i in range(10):
             ids = tuple(range(50_000 + 10 * i, 50_004 + 10 * i))
-            items.write(NStepTransition(ids, ids, 0, -1.0, 0.9), 1, 1000.0)
+            record = RecordPacker(SPEC.stack).pack(NStepTransition(ids, ids, 0, -1.0, 0.9), 1, 0.0)
+            step = np.frombuffer(record, record_dtype(SPEC.stack))["step"].copy()
+            items.write(step.view(np.uint8), 1000.0)
         assert items.flush(0, 10.0)
         with linked(f"127.0.0.1:{gateway.port}", small_config()) as link:
             learner = CheckingLearner(link, 2000)

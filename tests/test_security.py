@@ -129,7 +129,7 @@ RIGHTS = {
     "Sample": {"learner"},
     "PublishWeights": {"learner"},
     "Checkpoint": {"learner"},
-    "PutRows": {"actor"},
+    "Insert": {"actor"},
     "WatchWeights": {"actor", "reader"},
     "Health": {"learner", "actor", "reader"},
 }
@@ -177,7 +177,7 @@ def test_without_a_token_nothing_may_be_called(folder, secured, method):
         assert _call(connection, method) == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_an_actor_on_another_host_announces_follows_weights_and_health_over_tls(tmp_path):
+def test_an_actor_on_another_host_inserts_follows_weights_and_health_over_tls(tmp_path):
     host = _outward_address()
     certs.make_site(tmp_path, [host], days=30)
     c = small_config(samples_per_insert=4.0)
@@ -187,7 +187,10 @@ def test_an_actor_on_another_host_announces_follows_weights_and_health_over_tls(
     actor = SiteClient(f"{host}:{gateway.port}", "actor", stop, security.load(tmp_path / "actor", "actor"))
     try:
         assert actor.announce(SPEC, timeout_s=10.0).run_id == gateway.run_id
-        assert actor.description.replay_address.rsplit(":", 1)[0] == host
+        writer = Writer(actor)
+        writer.write(20)
+        writer.close()
+        assert gateway._table.info()[1] == 20
         actor.start()
         for version in (1, 2):
             gateway._weights.offer(Snapshot(1, version, b"weights"))

@@ -34,14 +34,13 @@ class DescribeRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., role: _Optional[str] = ..., spec: _Optional[_Union[ExperienceSpec, _Mapping]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("protocol_version", "run_id", "spec", "capacity", "min_size", "priority_exponent", "replay_port", "weights_epoch", "weights_version")
+    __slots__ = ("protocol_version", "run_id", "spec", "capacity", "min_size", "priority_exponent", "weights_epoch", "weights_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     MIN_SIZE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_EXPONENT_FIELD_NUMBER: _ClassVar[int]
-    REPLAY_PORT_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
@@ -50,10 +49,9 @@ class DescribeResponse(_message.Message):
     capacity: int
     min_size: int
     priority_exponent: float
-    replay_port: int
     weights_epoch: int
     weights_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., spec: _Optional[_Union[ExperienceSpec, _Mapping]] = ..., capacity: _Optional[int] = ..., min_size: _Optional[int] = ..., priority_exponent: _Optional[float] = ..., replay_port: _Optional[int] = ..., weights_epoch: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[int] = ..., run_id: _Optional[str] = ..., spec: _Optional[_Union[ExperienceSpec, _Mapping]] = ..., capacity: _Optional[int] = ..., min_size: _Optional[int] = ..., priority_exponent: _Optional[float] = ..., weights_epoch: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
     __slots__ = ("open", "ack", "ping")
@@ -199,31 +197,31 @@ class RowsPart(_message.Message):
     data: bytes
     def __init__(self, sequence: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
-class RowsRequest(_message.Message):
-    __slots__ = ("run_id", "streams", "keep_rows", "pending", "places", "cells", "handed_over", "settled")
+class InsertRequest(_message.Message):
+    __slots__ = ("run_id", "writer_id", "streams", "keep_rows", "places", "cells", "first_transition", "transitions")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WRITER_ID_FIELD_NUMBER: _ClassVar[int]
     STREAMS_FIELD_NUMBER: _ClassVar[int]
     KEEP_ROWS_FIELD_NUMBER: _ClassVar[int]
-    PENDING_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
-    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TRANSITION_FIELD_NUMBER: _ClassVar[int]
+    TRANSITIONS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
+    writer_id: int
     streams: int
     keep_rows: int
-    pending: int
     places: bytes
     cells: _containers.RepeatedScalarFieldContainer[bytes]
-    handed_over: int
-    settled: int
-    def __init__(self, run_id: _Optional[str] = ..., streams: _Optional[int] = ..., keep_rows: _Optional[int] = ..., pending: _Optional[int] = ..., places: _Optional[bytes] = ..., cells: _Optional[_Iterable[bytes]] = ..., handed_over: _Optional[int] = ..., settled: _Optional[int] = ...) -> None: ...
+    first_transition: int
+    transitions: bytes
+    def __init__(self, run_id: _Optional[str] = ..., writer_id: _Optional[int] = ..., streams: _Optional[int] = ..., keep_rows: _Optional[int] = ..., places: _Optional[bytes] = ..., cells: _Optional[_Iterable[bytes]] = ..., first_transition: _Optional[int] = ..., transitions: _Optional[bytes] = ...) -> None: ...
 
-class RowsResponse(_message.Message):
-    __slots__ = ("stored",)
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    stored: int
-    def __init__(self, stored: _Optional[int] = ...) -> None: ...
+class InsertResponse(_message.Message):
+    __slots__ = ("written",)
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    written: int
+    def __init__(self, written: _Optional[int] = ...) -> None: ...
 
 class WeightsChunk(_message.Message):
     __slots__ = ("epoch", "version", "index", "count", "total_bytes", "crc32", "data")

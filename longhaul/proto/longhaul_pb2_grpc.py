@@ -24,10 +24,10 @@ class GatewayStub(object):
                 request_serializer=longhaul_dot_proto_dot_longhaul__pb2.SampleRequest.SerializeToString,
                 response_deserializer=longhaul_dot_proto_dot_longhaul__pb2.SampleResponse.FromString,
                 )
-        self.PutRows = channel.stream_stream(
-                '/longhaul.v1.Gateway/PutRows',
-                request_serializer=longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.SerializeToString,
-                response_deserializer=longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.FromString,
+        self.Insert = channel.stream_stream(
+                '/longhaul.v1.Gateway/Insert',
+                request_serializer=longhaul_dot_proto_dot_longhaul__pb2.InsertRequest.SerializeToString,
+                response_deserializer=longhaul_dot_proto_dot_longhaul__pb2.InsertResponse.FromString,
                 )
         self.PublishWeights = channel.stream_unary(
                 '/longhaul.v1.Gateway/PublishWeights',
@@ -68,8 +68,8 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutRows(self, request_iterator, context):
-        """The rows of one actor, each before the transitions that refer to it; an answer says how many are stored.
+    def Insert(self, request_iterator, context):
+        """One actor's experience: rows, each before the transitions that refer to it. Every message is answered, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,10 +116,10 @@ def add_GatewayServicer_to_server(servicer, server):
                     request_deserializer=longhaul_dot_proto_dot_longhaul__pb2.SampleRequest.FromString,
                     response_serializer=longhaul_dot_proto_dot_longhaul__pb2.SampleResponse.SerializeToString,
             ),
-            'PutRows': grpc.stream_stream_rpc_method_handler(
-                    servicer.PutRows,
-                    request_deserializer=longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.FromString,
-                    response_serializer=longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.SerializeToString,
+            'Insert': grpc.stream_stream_rpc_method_handler(
+                    servicer.Insert,
+                    request_deserializer=longhaul_dot_proto_dot_longhaul__pb2.InsertRequest.FromString,
+                    response_serializer=longhaul_dot_proto_dot_longhaul__pb2.InsertResponse.SerializeToString,
             ),
             'PublishWeights': grpc.stream_unary_rpc_method_handler(
                     servicer.PublishWeights,
@@ -186,7 +186,7 @@ class Gateway(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
-    def PutRows(request_iterator,
+    def Insert(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -196,9 +196,9 @@ class Gateway(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(request_iterator, target, '/longhaul.v1.Gateway/PutRows',
-            longhaul_dot_proto_dot_longhaul__pb2.RowsRequest.SerializeToString,
-            longhaul_dot_proto_dot_longhaul__pb2.RowsResponse.FromString,
+        return grpc.experimental.stream_stream(request_iterator, target, '/longhaul.v1.Gateway/Insert',
+            longhaul_dot_proto_dot_longhaul__pb2.InsertRequest.SerializeToString,
+            longhaul_dot_proto_dot_longhaul__pb2.InsertResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
