@@ -1,4 +1,4 @@
-"""Packaging of longhaul: the learner's needs are the core, the site's are the `edge` extra."""
+"""Packaging of longhaul: the learner's needs are the core, an actor's the `actor` extra, a whole site's `edge`."""
 
 from setuptools import find_packages, setup
 
@@ -22,14 +22,15 @@ CORE = [
 ]
 # Reverb's last wheel is binary-coupled to TensorFlow 2.15, and through it to NumPy 1 and,
 # by way of ml-dtypes, to jax 0.4.34 (BUILD.md, "Two environments").
+ACTOR = ["gymnasium>=1.1"]
 EDGE = [
+    *ACTOR,
     "dm-reverb==0.14.0",
     "tensorflow-cpu==2.15.1",
     "jax==0.4.34",
     "flax==0.10.4",
     "optax==0.2.5",
     "numpy==1.26.4",
-    "gymnasium>=1.1",
 ]
 ATARI = ["ale-py>=0.10", "opencv-python-headless<4.12"]
 BOX2D = ["box2d==2.3.10", "pygame>=2.5"]
@@ -47,6 +48,7 @@ setup(
     package_data={"longhaul.proto": ["*.proto", "*.pyi"]},
     install_requires=CORE,
     extras_require={
+        "actor": ACTOR,
         "edge": EDGE,
         "atari": ATARI,
         "box2d": BOX2D,

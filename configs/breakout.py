@@ -26,6 +26,7 @@ def get_config() -> config_dict.ConfigDict:
     config.env.kwargs = config_dict.ConfigDict({"frameskip": 1, "repeat_action_probability": 0.0})
     config.env.stack = 4
     config.env.atari.preprocess = True
+    config.actor.groups = 2  # the network takes as long as the game
     config.agent.network = "nature"
     config.agent.hidden = (512,)
     config.replay.capacity = 100_000

@@ -25,7 +25,9 @@ _ORDER = flags.DEFINE_enum(
     "what leaves for the learner: draws by priority, or, as the existing approach has it, everything once in order of "
     "arrival, of which the oldest is dropped where more than config.replay.spool transitions wait",
 )
-_REPLAY_PORT = flags.DEFINE_integer("replay_port", 0, "Reverb's port, which only this process uses; 0 takes a free one", lower_bound=0)
+_REPLAY_PORT = flags.DEFINE_integer(
+    "replay_port", 0, "Reverb's port, which only this process uses; 0 takes a free one", lower_bound=0
+)
 _CONGESTION_CONTROL = flags.DEFINE_string(
     "tcp_congestion_control", "", "TCP's congestion control for what goes to the learner; the kernel's default if empty"
 )

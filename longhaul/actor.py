@@ -7,6 +7,9 @@ config.replay.priority_epsilon (first_priority.py has the others). What s_{t+n} 
 anyway, so a transition waits for it; where an episode was truncated and the next one has already begun, one extra call
 of the policy, of the same shape, values the last states.
 
+With config.actor.groups the streams are stepped in turns: while the environments of one group are stepped, the device
+values the others' states ("Sample Factory", Petrenko et al. 2020, section 3.2, has two groups for the same reason).
+
 A share of the transitions (config.actor.probe_share) goes to the probe instead of the replay, see probe.py.
 
 The actor knows neither the learner nor the link. Without weights it acts on random ones (version 0), without news it
@@ -39,7 +42,7 @@ from longhaul.probe import ProbeWriter
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
 from longhaul.streams import Events, Streams
-from longhaul.types import NStepTransition, Snapshot, TransitionWriter
+from longhaul.types import ExperienceSpec, NStepTransition, Snapshot, TransitionWriter
 
 _MAX_PRIORITY = 1e38  # returns are stored as float32
 _LONGEST_WAIT_S = 0.2  # for the next step's time, before the other duties
@@ -49,10 +52,44 @@ _PAUSE_LOOK_S = 0.02  # between looks at whether the site still asks to wait
 class _Held(NamedTuple):
     """A transition that waits for its priority."""
 
-    stream: int
+    stream: int  # of its group
     transition: NStepTransition
     acted: Acted
     policy_version: int
+
+
+class _Group:
+    """Some of the actor's streams, one after the other, that are stepped together."""
+
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        spec: ExperienceSpec,
+        actor_index: int,
+        first: int,
+        count: int,
+        stop: threading.Event,
+    ):
+        self.first = first  # stream of the actor's
+        self.count = count
+        self.streams = Streams(config, actor_index, stop, first, count)
+        self.accumulators = [NStepAccumulator(spec.n_step, spec.gamma, spec.stack) for _ in range(count)]
+        # Per stream, (what was acted, policy version) of the steps whose transition is still to come, oldest first.
+        self.acted: list[deque[tuple[Acted, int]]] = [deque() for _ in range(count)]
+        self.held: list[_Held] = []
+        self.stacks = np.zeros((count, spec.stack, *spec.row_shape), spec.row_dtype)
+        self.all = np.arange(count)
+        self.begun: Any = None  # values of the present stacks, begun while Python had other work
+
+    def push_rows(self, rows: np.ndarray, valid: np.ndarray) -> None:
+        """Puts the newest rows of the streams where an action was taken onto their stacks."""
+        stacks = self.stacks
+        if len(valid) == len(stacks):
+            stacks[:, :-1] = stacks[:, 1:]
+            stacks[:, -1] = rows
+        else:
+            stacks[valid, :-1] = stacks[valid, 1:]
+            stacks[valid, -1] = rows[valid]
 
 
 class _Progress:
@@ -125,25 +162,19 @@ class Actor:
         self._stop = stop
         self._open_writer = open_writer
         self._spec = spec = env_lib.make_spec(config)
-        self._streams = Streams(config, actor_index, stop)
-        count = self._streams.num_streams
+        count = config.env.num_envs // config.actor.groups
+        firsts = range(0, config.env.num_envs, count)
+        self._groups = [_Group(config, spec, actor_index, first, count, stop) for first in firsts]
         self._policy = Policy(spec, config, count, noise_seed=actor_index)
         self._exploration = Exploration(config, actor_index)
         self._first_priority = FirstPriority(config)
         # Apart from the environments' seeds, which come from config.seed alone.
         self._rng = np.random.default_rng([config.seed % 2**64, actor_index])
-        self._accumulators = [NStepAccumulator(spec.n_step, spec.gamma, spec.stack) for _ in range(count)]
-        # Per stream, (what was acted, policy version) of the steps whose transition is still to come, oldest first.
-        self._acted: list[deque[tuple[Acted, int]]] = [deque() for _ in range(count)]
-        self._held: list[_Held] = []
-        self._stacks = np.zeros((count, spec.stack, *spec.row_shape), spec.row_dtype)
-        self._all_streams = np.arange(count)
         self._row_ids = RowIds()
         self._metrics_period_s = float(config.metrics.period_s)
         self._snapshot: Snapshot | None = None
         self._adopted: tuple[int, int] = (0, 0)  # (epoch, version) acted on
         self._adopted_time_s = 0.0
-        self._begun: Any = None  # values of the present stacks, begun while Python had other work
         self._progress = _Progress()
         self._writer: TransitionWriter | None = None
         self._pace = Pace(float(config.actor.steps_per_s))
@@ -170,12 +201,12 @@ class Actor:
             self._writer = self._open_writer(
                 self._site,
                 self._spec,
-                self._streams.num_streams,
+                self._config.env.num_envs,
                 self._keep_rows,
                 config.max_pending_items,
                 config.write_timeout_s,
             )
-            self._begin(self._streams.start())
+            self._begin_all()
             while not self._stop.is_set():
                 if self._pace.wait(self._stop, _LONGEST_WAIT_S) and not self._paused():
                     self._look_for_weights()
@@ -186,43 +217,48 @@ class Actor:
         finally:
             self._close()
 
+    def _begin_all(self) -> None:
+        """Makes the environments and begins their first episodes."""
+        for group in self._groups:
+            self._begin(group, group.streams.start())
+
     def _act(self) -> None:
-        """One step of all streams: values, actions, transitions."""
-        q_values = self._policy.q_values(self._stacks) if self._begun is None else np.asarray(self._begun)
-        self._begun = None
-        if self._held:
-            self._write_held(self._first_priority.state_values(q_values))
-        count = self._streams.num_streams
-        random = self._rng.random(count) < self._exploration.epsilons(self._progress.env_steps)
-        actions = np.where(random, self._rng.integers(self._spec.num_actions, size=count), q_values.argmax(axis=1))
-        events = self._streams.step(actions)
-        valid = self._all_streams if events.valid.all() else np.flatnonzero(events.valid)
-        self._push_rows(events.next_rows, valid)
+        """One step of all streams."""
+        for group in self._groups:
+            self._act_in(group)
+
+    def _act_in(self, group: _Group) -> None:
+        """One step of a group's streams: values, actions, transitions."""
+        q_values = self._policy.q_values(group.stacks) if group.begun is None else np.asarray(group.begun)
+        group.begun = None
+        if group.held:
+            self._write_held(group, self._first_priority.state_values(q_values))
+        epsilons = self._exploration.epsilons(self._progress.env_steps)[group.first : group.first + group.count]
+        random = self._rng.random(group.count) < epsilons
+        actions = np.where(
+            random, self._rng.integers(self._spec.num_actions, size=group.count), q_values.argmax(axis=1)
+        )
+        events = group.streams.step(actions)
+        valid = group.all if events.valid.all() else np.flatnonzero(events.valid)
+        group.push_rows(events.next_rows, valid)
         broken = bool(events.failed.any() or events.started.any())
         if not broken:
-            # The device values the next stacks while the transitions are put together.
-            self._begun = self._policy.begin(self._stacks)
-        self._add_steps(events, valid, actions, q_values)
+            # The device values the next stacks while the transitions are put together, and other groups are stepped.
+            group.begun = self._policy.begin(group.stacks)
+        self._add_steps(group, events, valid, actions, q_values)
         if broken:
             for stream in np.flatnonzero(events.failed).tolist():
-                self._accumulators[stream].abandon()
-                self._acted[stream].clear()
+                group.accumulators[stream].abandon()
+                group.acted[stream].clear()
             if events.started.any():
-                self._value_last_states(events)
-                self._begin(events)
+                self._value_last_states(group, events)
+                self._begin(group, events)
+            group.begun = self._policy.begin(group.stacks)
         self._progress.add_episodes(events.episodes)
 
-    def _push_rows(self, rows: np.ndarray, valid: np.ndarray) -> None:
-        """Puts the newest rows of the streams where an action was taken onto their stacks."""
-        stacks = self._stacks
-        if len(valid) == len(stacks):
-            stacks[:, :-1] = stacks[:, 1:]
-            stacks[:, -1] = rows
-        else:
-            stacks[valid, :-1] = stacks[valid, 1:]
-            stacks[valid, -1] = rows[valid]
-
-    def _add_steps(self, events: Events, valid: np.ndarray, actions: np.ndarray, q_values: np.ndarray) -> None:
+    def _add_steps(
+        self, group: _Group, events: Events, valid: np.ndarray, actions: np.ndarray, q_values: np.ndarray
+    ) -> None:
         """Hands rows and steps of the streams where an action was taken to the writer and the accumulators."""
         rows = events.next_rows
         version = self._adopted[1]
@@ -230,43 +266,43 @@ class Actor:
         columns = actions.tolist(), events.rewards.tolist(), events.terminated.tolist(), events.truncated.tolist()
         for stream in valid.tolist():
             row_id = self._row_ids.take()
-            self._add_row(stream, row_id, rows[stream])
-            acted = self._acted[stream]
+            self._add_row(group.first + stream, row_id, rows[stream])
+            acted = group.acted[stream]
             acted.append((all_acted[stream], version))
             step = [column[stream] for column in columns]
-            for transition in self._accumulators[stream].step(*step, row_id):
-                self._held.append(_Held(stream, transition, *acted.popleft()))
+            for transition in group.accumulators[stream].step(*step, row_id):
+                group.held.append(_Held(stream, transition, *acted.popleft()))
         self._progress.env_steps += len(valid)
         self._pace.count(len(valid))
 
-    def _value_last_states(self, events: Events) -> None:
+    def _value_last_states(self, group: _Group, events: Events) -> None:
         """Writes what still waits in streams that begin anew, before their stacks are overwritten.
 
         Needs the policy only for truncated episodes: after a termination nothing is bootstrapped, and in mode
         next_step the acting call of the reset step has valued the last states.
         """
-        if not self._held:
+        if not group.held:
             return
-        values = [0.0] * len(self._stacks)
-        if any(held.transition.discount and events.started[held.stream] for held in self._held):
-            values = self._first_priority.state_values(self._policy.q_values(self._stacks))
-            self._write_held(values)
+        values = [0.0] * group.count
+        if any(held.transition.discount and events.started[held.stream] for held in group.held):
+            values = self._first_priority.state_values(self._policy.q_values(group.stacks))
+            self._write_held(group, values)
             return
-        waiting, self._held = self._held, []
+        waiting, group.held = group.held, []
         for held in waiting:
             if events.started[held.stream]:
-                self._write(held, 0.0)
+                self._write(group, held, 0.0)
             else:
-                self._held.append(held)
+                group.held.append(held)
 
-    def _begin(self, events: Events) -> None:
+    def _begin(self, group: _Group, events: Events) -> None:
         """Starts the episodes that begin."""
         for stream in np.flatnonzero(events.started).tolist():
             row_id = self._row_ids.take()
             row = events.first_rows[stream]
-            self._add_row(stream, row_id, row)
-            self._accumulators[stream].start(row_id)
-            self._stacks[stream] = row
+            self._add_row(group.first + stream, row_id, row)
+            group.accumulators[stream].start(row_id)
+            group.stacks[stream] = row
 
     def _add_row(self, stream: int, row_id: int, row: np.ndarray) -> None:
         assert self._writer is not None
@@ -274,13 +310,13 @@ class Actor:
         if self._probe is not None:
             self._probe.add_row(stream, row_id, row)
 
-    def _write_held(self, values: list[float]) -> None:
+    def _write_held(self, group: _Group, values: list[float]) -> None:
         """Writes all that waits; values[stream] is what the state is worth that its transitions bootstrap from."""
-        waiting, self._held = self._held, []
+        waiting, group.held = group.held, []
         for held in waiting:
-            self._write(held, values[held.stream])
+            self._write(group, held, values[held.stream])
 
-    def _write(self, held: _Held, value: float) -> None:
+    def _write(self, group: _Group, held: _Held, value: float) -> None:
         """Writes one transition with its first priority, unless it is not finite as a float32: Reverb would take it."""
         assert self._writer is not None
         transition = held.transition
@@ -288,9 +324,10 @@ class Actor:
         if not priority <= _MAX_PRIORITY:
             self._progress.refused_transitions += 1
             return
-        if self._probe is not None and self._probe.takes(held.stream, transition):
+        stream = group.first + held.stream
+        if self._probe is not None and self._probe.takes(stream, transition):
             return
-        self._writer.add_transition(held.stream, transition, held.policy_version, priority)
+        self._writer.add_transition(stream, transition, held.policy_version, priority)
 
     def _look_for_weights(self) -> None:
         """Adopts what the gateway holds if that is not what is held here, be it newer or, after its restart, older."""
@@ -302,9 +339,10 @@ class Actor:
             return
         try:
             self._policy.adopt(snapshot.payload)
-            if self._begun is not None:
-                np.asarray(self._begun)  # of the weights before: not used, but it must not read the stacks any more
-                self._begun = None
+            for group in self._groups:
+                if group.begun is not None:
+                    np.asarray(group.begun)  # of the weights before: not used, but must not read the stacks any more
+                    group.begun = None
         except Corruption as error:
             self._progress.refused_weights += 1
             logging.warning("weights %d of epoch %d refused: %s", snapshot.version, snapshot.epoch, error)
@@ -329,7 +367,7 @@ class Actor:
     def _report(self, now_s: float) -> None:
         assert self._writer is not None
         figures: dict[str, Any] = self._progress.line(now_s)
-        figures["env_failures"] = self._streams.total_failures
+        figures["env_failures"] = sum(group.streams.total_failures for group in self._groups)
         figures["weights_epoch"], figures["weights_version"] = self._adopted
         if self._adopted_time_s:
             figures["weights_age_s"] = now_s - self._adopted_time_s
@@ -342,7 +380,8 @@ class Actor:
 
     def _close(self) -> None:
         with contextlib.ExitStack() as closing:  # one that fails must not keep the others open
-            closing.callback(self._streams.close)
+            for group in self._groups:
+                closing.callback(group.streams.close)
             if self._writer is not None:
                 closing.callback(lambda: self._report(time.monotonic()))  # of what has gone out in the end
                 closing.callback(self._writer.close)

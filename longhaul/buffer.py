@@ -1,10 +1,10 @@
 """The prioritized replay at the site: a Reverb table, and the gateway's writers and samplers of it.
 
-The only importer of Reverb (Cassirer et al. 2021), and through it of TensorFlow. An item of the table is one
-n-step transition, a packed record (records.py): action, return, discount, the version of the weights that acted, and the
-ids of the observation rows of both of its stacks. The rows themselves lie beside the table (row_store.RowStore), each once however
-many transitions refer to it, and take no part in a draw: with them in the items, Reverb spent three quarters of its
-time on moving rows that the learner already had.
+The only importer of Reverb (Cassirer et al. 2021), and through it of TensorFlow. An item of the table is one n-step
+transition, a packed record (records.py): action, return, discount, version of the weights that acted, and the ids of
+the observation rows of both of its stacks. The rows themselves lie beside the table (row_store.RowStore), each once
+however many transitions refer to it, and take no part in a draw: with them in the items, Reverb spent three quarters
+of its time on moving rows that the learner already had.
 
 The table's limiter holds back samples only: the learner may draw at most `samples_per_insert` times what has
 been inserted. Inserts are never blocked by the table, since then an absent learner would stop a robot; actors

@@ -40,6 +40,7 @@ def default() -> config_dict.ConfigDict:
         ),
         actor=dict(
             num_actors=2,  # actor processes at the site: the epsilon ladder's length is num_actors * num_envs
+            groups=1,  # of an actor's streams, stepped in turns; the policy values one meanwhile; divides env.num_envs
             epsilon=0.4,  # base of the ladder epsilon^(1 + i*alpha/(N-1)) (Horgan et al. 2018)
             epsilon_alpha=7.0,
             epsilon_decay_steps=0,  # of an actor, over which all its epsilons fall in a line from 1; 0: the ladder
@@ -152,6 +153,7 @@ def _is_network(x: Any) -> bool:
 # field -> (test, what it must be)
 _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "env.num_envs": (_positive, "at least 1"),
+    "actor.groups": (_positive, "at least 1"),
     "env.vectorization": (_one_of("sync", "async"), "'sync' or 'async'"),
     "env.autoreset_mode": (_one_of(*AUTORESET_MODES), f"one of {AUTORESET_MODES}"),
     "env.max_episode_steps": (_not_negative, "0 or more"),
@@ -236,6 +238,10 @@ def validate(config: config_dict.ConfigDict) -> None:
         raise ConfigError(
             f"config.agent.v_min is {config.agent.v_min}, and must be less than config.agent.v_max "
             f"({config.agent.v_max}): C51's atoms lie between them"
+        )
+    if config.env.num_envs % config.actor.groups:
+        raise ConfigError(
+            f"config.actor.groups is {config.actor.groups}, and must divide config.env.num_envs ({config.env.num_envs})"
         )
     if config.replay.min_size > config.replay.capacity:
         raise ConfigError(

@@ -5,6 +5,7 @@ that donates the array, so that it stays the same memory. Arrivals are padded to
 the scatter is compiled once for each of a dozen sizes.
 """
 
+import math
 import zlib
 from typing import Any
 
@@ -19,6 +20,7 @@ from longhaul.types import ExperienceSpec
 # Arrivals are padded to at least this many rows, and handed over in pieces of at most that many.
 _MIN_BUCKET_ROWS = 16
 _MAX_BUCKET_ROWS = 4096
+_MOST_COMPILED_BYTES = 2**28  # of rows, beforehand: memory that a run of huge rows may never ask for
 
 
 def capacity_rows(cache_bytes: int, spec: ExperienceSpec, rows_per_batch: int, max_useful_rows: int) -> int:
@@ -81,6 +83,26 @@ class DeviceCache:
     def compilations(self) -> int:
         """Programs compiled so far for inserting and reading."""
         return self._scatter._cache_size() + self._gather._cache_size()
+
+    def compile(self, most_new: int, most_read: int) -> None:
+        """Compiles what arrivals of up to `most_new` rows and audits of up to `most_read` will need.
+
+        Each size would otherwise stop the learner when it is first met, an hour into the run perhaps.
+        """
+        row_bytes = self.row_dtype.itemsize * math.prod(self.row_shape)
+        affordable = max(_MIN_BUCKET_ROWS, _MOST_COMPILED_BYTES // row_bytes)
+        for most, run in ((most_new, self._scatter_none), (most_read, self._gather_any)):
+            size = _MIN_BUCKET_ROWS
+            run(size)
+            while size < min(most, _MAX_BUCKET_ROWS) and 2 * size <= affordable:
+                size *= 2
+                run(size)
+
+    def _scatter_none(self, size: int) -> None:
+        self._insert_piece(np.full(size, self.capacity, np.int32), np.zeros((size, *self.row_shape), self.row_dtype))
+
+    def _gather_any(self, size: int) -> None:
+        self.read(np.zeros(size, np.int32))
 
     def is_filled(self, slots: np.ndarray) -> bool:
         """Returns whether every one of the slots (in bounds) holds a row."""

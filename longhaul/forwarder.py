@@ -20,9 +20,9 @@ from ml_collections import config_dict
 
 from longhaul import device_cache, pacing, scoring
 from longhaul.errors import Corruption, Stopped
+from longhaul.inserter import Inserter
 from longhaul.metrics import MetricsWriter
 from longhaul.policy import Policy
-from longhaul.inserter import Inserter
 from longhaul.row_ids import RowIds
 from longhaul.site_client import SiteClient
 from longhaul.types import Batch, ExperienceSpec, NStepTransition, Snapshot, TransitionWriter

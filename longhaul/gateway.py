@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
-import numpy as np
 
 from longhaul import buffer, intake, row_store, session, snapshots, stream, tcp
 from longhaul.channel import PROTOCOL_VERSION, SERVER_OPTIONS, spec_from_proto, spec_to_proto

@@ -20,7 +20,7 @@ from longhaul import checkpoints, codec, device_cache, devices, dqn, networks, p
 from longhaul.background import NewestOnly
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
-from longhaul.types import Batch, ExperienceSpec, Params
+from longhaul.types import AUDITED_ROWS, Batch, ExperienceSpec, Params
 from longhaul.weights_publisher import WeightsPublisher
 
 # Longest wait for a batch before the loop looks after its other duties.
@@ -155,6 +155,7 @@ class Learner:
         self._tally = _Tally(int(self._state.skipped))
 
         self._cache = device_cache.DeviceCache(capacity, spec.row_shape, spec.row_dtype, devices.replicated(mesh))
+        self._cache.compile(batch_rows, AUDITED_ROWS)
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config), mesh)
         self._pace = pacing.Pace(float(config.learner.updates_per_s))
         self._transfer_pace = pacing.transfer_pace(config)

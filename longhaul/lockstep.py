@@ -97,12 +97,12 @@ class SteppedActor(Actor):
         self.site = _Site()
         super().__init__(config, 0, self.site, metrics, stop, workdir=workdir)  # type: ignore[arg-type]
         seed = [config.seed % 2**64, *_DRAWS_STREAM]
-        self.replay = SeededReplay(self._spec, config.replay, self._streams.num_streams, self._keep_rows, seed)
+        self.replay = SeededReplay(self._spec, config.replay, config.env.num_envs, self._keep_rows, seed)
 
     def begin(self) -> None:
         """Makes the environments and begins their first episodes."""
         self._writer = self.replay
-        self._begin(self._streams.start())
+        self._begin_all()
 
     def step(self) -> None:
         """One step of all streams, on the newest weights."""

@@ -26,13 +26,12 @@ from longhaul.proto import longhaul_pb2 as pb
 from longhaul.queue_sampler import QueueSampler
 from longhaul.row_level import RowLevel
 from longhaul.row_store import RowStore
-from longhaul.types import DrawnSamples
+from longhaul.types import AUDITED_ROWS, DrawnSamples
 from longhaul.window import LARGEST_HOLD_S
 
 MAX_WINDOW = 1024
 MAX_BATCH_BYTES = 2**30  # rows of one batch unpacked, were all of them new
 _AUDIT_PERIOD_S = 10.0
-_AUDIT_SLOTS = 32
 _MAX_PRIORITY = 1e9  # a finite priority can still drown all others in Reverb's float sums
 _AHEAD = 64  # samples that Reverb draws before they are asked for
 _DRAWS_AHEAD = 4  # drawn by Reverb, waiting for the packer, being packed, and one to spare
@@ -322,7 +321,7 @@ class Session:
         if now_s < self._next_audit_s:
             return
         self._next_audit_s = now_s + _AUDIT_PERIOD_S
-        places = np.linspace(0, slots.size - 1, min(_AUDIT_SLOTS, slots.size)).astype(np.int64)
+        places = np.linspace(0, slots.size - 1, min(AUDITED_ROWS, slots.size)).astype(np.int64)
         # The learner may hold rows that the site has let go of.
         places = places[[cell is not None for cell in self._rows.get(drawn.row_ids.reshape(-1)[places].tolist())]]
         message.audit_slots = slots.reshape(-1)[places].astype("<i4").tobytes()

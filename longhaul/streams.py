@@ -183,6 +183,8 @@ class Streams:
       config: whole configuration.
       actor_index: from 0; with the stream's number it decides the seeds.
       stop: ends the waits after failures.
+      first: stream of the actor's that these begin with.
+      count: S; None: the actor's, config.env.num_envs.
 
     Attributes:
       num_streams: S.
@@ -194,12 +196,20 @@ class Streams:
       Stopped: while waiting.
     """
 
-    def __init__(self, config: config_dict.ConfigDict, actor_index: int, stop: threading.Event):
+    def __init__(
+        self,
+        config: config_dict.ConfigDict,
+        actor_index: int,
+        stop: threading.Event,
+        first: int = 0,
+        count: int | None = None,
+    ):
         self._config = config
         self._stop = stop
         self._mode = config.env.autoreset_mode
-        self.num_streams = config.env.num_envs
-        self._seeds = [stream_seed(config.seed, actor_index * self.num_streams + i) for i in range(self.num_streams)]
+        self.num_streams = config.env.num_envs if count is None else count
+        first += actor_index * config.env.num_envs
+        self._seeds = [stream_seed(config.seed, first + i) for i in range(self.num_streams)]
         self.total_failures = 0
         self._process_failures = 0  # consecutive
         self._good_steps = 0

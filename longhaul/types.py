@@ -1,6 +1,7 @@
 """Plain records shared by all parts: what an experience is, what a batch is, what a snapshot is."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 # process, then a counter. Two of 100 actors collide with probability 5e-6.
 ROW_COUNTER_BITS = 33
 ROW_INCARNATION_BITS = 30
+
+# Rows at most that a gateway has the learner check at a time.
+AUDITED_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class ExperienceSpec:
     n_step: int
     gamma: float
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Size of one row in bytes, uncompressed."""
         return int(np.prod(self.row_shape, dtype=np.int64)) * np.dtype(self.row_dtype).itemsize

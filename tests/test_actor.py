@@ -126,7 +126,7 @@ class Run(NamedTuple):
     metrics: Metrics
 
 
-def _config(n_step=3, stack=1, mode="next_step", image=False, num_envs=2, epsilon=0.4, env_id="", **kwargs):
+def _config(n_step=3, stack=1, mode="next_step", image=False, num_envs=2, epsilon=0.4, env_id="", groups=1, **kwargs):
     config = config_lib.default()
     config.env.update(
         {
@@ -139,7 +139,7 @@ def _config(n_step=3, stack=1, mode="next_step", image=False, num_envs=2, epsilo
     for name, value in kwargs.items():
         config.env.kwargs[name] = value
     config.agent.update({"n_step": n_step, "gamma": GAMMA, "hidden": (8,), "network": "mlp"})
-    config.actor.epsilon = epsilon
+    config.actor.epsilon, config.actor.groups = epsilon, groups
     return config
 
 
@@ -210,11 +210,10 @@ def _check(stored, n_step, stack, float_error=0.0):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stack", [1, 4])
-@pytest.mark.parametrize("n_step", [1, 3, 5])
-def test_every_stored_transition_is_the_oracles(n_step, stack, mode):
+@pytest.mark.parametrize("n_step,stack,groups", [(1, 1, 1), (3, 1, 2), (5, 1, 1), (1, 4, 2), (3, 4, 1), (5, 4, 2)])
+def test_every_stored_transition_is_the_oracles(n_step, stack, groups, mode):
     image = stack > 1
-    run = _run(_config(n_step, stack, mode, image))
+    run = _run(_config(n_step, stack, mode, image, groups=groups))
     last = _check(_stored(run.writer, fakes.decode_image if image else fakes.decode_vector), n_step, stack)
     seeds = [streams_lib.stream_seed(1, stream) for stream in range(2)]
     assert set(last) == {fakes.identity_of(seed) for seed in seeds}
@@ -231,8 +230,26 @@ def test_all_modes_store_the_same_transitions():
     assert sets[0] == sets[1] == sets[2]
 
 
-def test_streams_and_actors_of_a_site_never_mix():
-    runs = [_run(_config(num_envs=4), actor_index=index) for index in range(2)]
+def test_groups_act_as_one_does():
+    """Without exploration each stream's experience is the same, priorities and all, however streams are grouped."""
+    alone, grouped = (_run(_config(stack=4, num_envs=4, epsilon=0.0, groups=groups)) for groups in (1, 2))
+
+    def of_stream(run, number):
+        found = [t for t in run.writer.transitions if t[0] == number]
+        obs = [tuple(fakes.decode_vector(run.writer.rows[i]) for i in t[1].obs_ids) for t in found]
+        return [(o, t.action, t.n_step_return, t.discount) for o, (_, t, _, _) in zip(obs, found)], [
+            t[3] for t in found
+        ]
+
+    for number in range(4):
+        (acted, priorities), (others, again) = of_stream(alone, number), of_stream(grouped, number)
+        assert len(acted) > 50 and acted == others
+        np.testing.assert_allclose(priorities, again, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_streams_and_actors_of_a_site_never_mix(groups):
+    runs = [_run(_config(num_envs=4, groups=groups), actor_index=index) for index in range(2)]
     identities = []
     for run in runs:
         for stream, transition, _, _ in run.writer.transitions:
@@ -268,6 +285,18 @@ def test_random_and_greedy_actions_are_legal_whatever_the_start(start):
         assert {t.action for _, t, _, _ in run.writer.transitions} <= {0, 1, 2}
 
 
+@pytest.mark.parametrize("group", range(4))
+def test_a_group_explores_by_its_own_part_of_the_ladder(group, monkeypatch):
+    config = _config(num_envs=4, groups=4)
+    actor, *_, made = _make(config, acts=40)
+    ladder = np.zeros(4)
+    ladder[group] = 1.0
+    monkeypatch.setattr(actor._exploration, "epsilons", lambda env_steps: ladder)
+    actor.run()
+    actions = [[t.action for stream, t, _, _ in made[0].transitions if stream == i] for i in range(4)]
+    assert [len(set(taken)) > 1 for taken in actions] == [i == group for i in range(4)]
+
+
 def test_an_actor_takes_its_own_part_of_the_ladder():
     config = _config(num_envs=4)
     figures = _run(config, acts=2, actor_index=1).metrics.lines[-1][1]
@@ -284,9 +313,10 @@ def test_row_ids_are_an_incarnation_and_a_counter():
     assert others.take() >> ROW_COUNTER_BITS != taken[0] >> ROW_COUNTER_BITS
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_first_priorities_are_the_actors_own_td_errors(mode):
-    config = _config(stack=4, mode=mode)
+def test_first_priorities_are_the_actors_own_td_errors(mode, groups):
+    config = _config(stack=4, mode=mode, groups=groups)
     run = _run(config)
     policy = Policy(run.writer.spec, config, 1)
     assert len(run.writer.transitions) > 100

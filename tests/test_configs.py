@@ -71,6 +71,13 @@ def test_a_value_of_the_wrong_kind_is_refused_by_its_fields_name():
         config_lib.validate(config)
 
 
+def test_groups_that_do_not_divide_the_streams_are_refused():
+    config = config_lib.default()
+    config.env.num_envs, config.actor.groups = 4, 3
+    with pytest.raises(ConfigError, match=r"config\.actor\.groups is 3, and must divide config\.env\.num_envs \(4\)"):
+        config_lib.validate(config)
+
+
 def test_a_replay_that_could_never_be_sampled_is_refused():
     config = config_lib.default()
     config.replay.min_size = config.replay.capacity + 1

@@ -412,8 +412,9 @@ def test_actions_environments_and_draws_have_streams_of_their_own_at_every_seed(
             draws, again = (tuple(actor._rng.random(8)) for actor in made)
             assert draws == again
             actions.append(draws)
-            env_seeds += made[0]._streams._seeds
-            assert made[0]._streams._seeds == [streams.stream_seed(seed, 2 * index + i) for i in range(2)]
+            seeds = [seed for group in made[0]._groups for seed in group.streams._seeds]
+            env_seeds += seeds
+            assert seeds == [streams.stream_seed(seed, 2 * index + i) for i in range(2)]
         stepped = lockstep.SteppedActor(seeded_config(seed), None, threading.Event(), tmp_path)
         actions.append(tuple(stepped.replay._rng.random(8)))
         probing = actor_lib.Actor(

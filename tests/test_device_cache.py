@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from longhaul import device_cache
 from longhaul.device_cache import DeviceCache, capacity_rows
 from longhaul.errors import ConfigError, Corruption
 from longhaul.types import ExperienceSpec
@@ -46,6 +47,25 @@ def test_ragged_arrivals_compile_a_program_per_power_of_two():
     for count in range(1, 257):
         cache.insert(np.arange(count, dtype=np.int32), np.full((count, 2), count % 256, np.uint8))
     assert cache.compilations == 5  # 16, 32, 64, 128, 256
+
+
+def test_what_is_compiled_beforehand_need_not_be_again_and_leaves_the_cache_as_it_is():
+    cache = DeviceCache(300, (2,), "uint8")
+    cache.compile(250, 32)
+    before = cache.compilations
+    assert before == 5 + 2  # 16, 32, 64, 128, 256, and 16, 32
+    assert not cache.array.any() and not cache.is_filled(slots_of(0))
+    for count in range(1, 257):
+        cache.insert(np.arange(count, dtype=np.int32), np.full((count, 2), count % 256, np.uint8))
+        cache.read(np.arange(min(count, 32)))
+    assert cache.compilations == before
+
+
+def test_sizes_that_cost_much_memory_are_left_for_later(monkeypatch):
+    monkeypatch.setattr(device_cache, "_MOST_COMPILED_BYTES", 100)
+    cache = DeviceCache(300, (2,), "uint8")
+    cache.compile(4096, 4096)
+    assert cache.compilations == 2 * 2  # 16 and 32 rows
 
 
 def test_more_rows_than_one_piece_holds_all_arrive():
