@@ -22,14 +22,15 @@ from longhaul import codec
 from longhaul.channel import PART_BYTES
 from longhaul.errors import LonghaulError, MismatchError, Outage, Stopped, WorkerFailed
 from longhaul.proto import longhaul_pb2 as pb
-from longhaul.records import RecordPacker
+from longhaul.records import MOST_TRANSITIONS, RecordPacker
 from longhaul.site_client import SiteClient
 from longhaul.types import ExperienceSpec, NStepTransition
 
 _RETRY_S = 0.1  # between looks at a pipe that was found full
 _RECONNECT_S = 0.2
-_PARTS_PER_MESSAGE = 128  # rows and transitions
 _GATHER_S = 0.005  # what comes within it shares a message: messages cost more than what is in them
+# Beyond these, messages would queue up at a busy node, small ones, each at the price of a large one.
+_MESSAGES_IN_FLIGHT = 2
 _LARGEST = float(np.finfo(np.float32).max)
 _TRANSITION = -1
 
@@ -251,20 +252,17 @@ class Inserter:
         number = self._written  # of the next transition to be sent
         while True:
             with self._lock:
-                while not (self._unsent or self._closing.is_set() or connection != self._connection):
+                while not self._closing.is_set() and connection == self._connection:
+                    if self._unsent and len(self._unanswered) < _MESSAGES_IN_FLIGHT:
+                        break
                     self._lock.wait(0.5)
-                size = sum(len(part.data) for part in itertools.islice(self._unsent, _PARTS_PER_MESSAGE))
-                full = len(self._unsent) >= _PARTS_PER_MESSAGE or size >= PART_BYTES
-            if not full:
+                few = len(self._unsent) < MOST_TRANSITIONS
+            if few:
                 self._closing.wait(_GATHER_S)
             with self._lock:
                 if self._closing.is_set() or connection != self._connection:
                     return
-                message: list[_Part] = []
-                size = 0
-                while self._unsent and len(message) < _PARTS_PER_MESSAGE and size < PART_BYTES:
-                    message.append(self._unsent.popleft())
-                    size += len(message[-1].data)
+                message = self._next_message()
                 self._unanswered.append(message)
             rows = [part for part in message if part.stream != _TRANSITION]
             yield pb.InsertRequest(
@@ -274,6 +272,17 @@ class Inserter:
                 transitions=b"".join(part.data for part in message if part.stream == _TRANSITION),
             )
             number += len(message) - len(rows)
+
+    def _next_message(self) -> list[_Part]:
+        """Takes what fits into one message; under the lock."""
+        message: list[_Part] = []
+        transitions = size = 0
+        while self._unsent and transitions < MOST_TRANSITIONS and size < PART_BYTES:
+            part = self._unsent.popleft()
+            message.append(part)
+            transitions += part.stream == _TRANSITION
+            size += len(part.data)
+        return message
 
     def _confirm(self, response: pb.InsertResponse) -> None:
         """Takes the answer to the oldest message."""

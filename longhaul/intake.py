@@ -13,10 +13,9 @@ import numpy as np
 from longhaul.buffer import ItemWriter, ReplayServer
 from longhaul.errors import Corruption, Stopped
 from longhaul.proto import longhaul_pb2 as pb
-from longhaul.records import unpack_records
+from longhaul.records import MOST_TRANSITIONS, unpack_records
 from longhaul.row_store import RowStore
 
-MOST_TRANSITIONS = 256  # of one message
 _MOST_WRITERS = 4096  # remembered, the last that came
 _LOOK_S = 0.5  # between looks at whether the actor is still there, while the replay takes nothing
 

@@ -7,6 +7,8 @@ import numpy as np
 from longhaul.errors import Corruption
 from longhaul.types import NStepTransition
 
+MOST_TRANSITIONS = 256  # of one message
+
 
 def step_dtype(stack: int) -> np.dtype:
     """Returns the record that an item of the replay is."""

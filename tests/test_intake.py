@@ -10,7 +10,7 @@ pytest.importorskip("reverb")
 from longhaul import buffer, codec, intake
 from longhaul.errors import Corruption, Stopped
 from longhaul.proto import longhaul_pb2 as pb
-from longhaul.records import RecordPacker, record_dtype, unpack_records
+from longhaul.records import MOST_TRANSITIONS, RecordPacker, record_dtype, unpack_records
 from longhaul.row_store import RowStore
 from longhaul.types import ExperienceSpec, NStepTransition
 from tests.site import small_config
@@ -115,7 +115,7 @@ def test_two_connections_of_one_actor_at_once_write_once(site):
         (_record(0, discount=np.inf), "return or discount is not finite"),
         (_record(0)[:-1], "are no records"),
         (_record(0, row_ids=(0, 0, 0, 77)), "rows that have not come"),
-        (_record(0) * (intake.MOST_TRANSITIONS + 1), "at most 256"),
+        (_record(0) * (MOST_TRANSITIONS + 1), "at most 256"),
     ],
 )
 def test_what_can_not_be_is_refused_with_all_that_came_along(site, record, word):
