@@ -25,8 +25,7 @@ train: envs ## trains CartPole across an emulated 50 ms, 20 Mbit/s link until it
 
 test: check ## all checks and tests, in both environments; what CI runs
 
-check: lint types
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target tests tests-learner
+check: lint types tests tests-learner
 
 lint: env ## style and format
 	$(FULL) -m ruff check $(SOURCES)

@@ -31,7 +31,7 @@ _GAIN_SHARE = 0.5
 _STEP_DIVISOR = 8  # a try adds one batch to small windows, and an eighth to large ones
 _TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
-_OLD_RETUNES = 80  # at most, after one that made priorities too old; less after the first such
+_OLD_RETUNES = 60  # after one that made priorities too old
 _AGE_PERIODS = 2.0  # beyond the round trip, that a priority may take from the draw to its return
 _CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
 _HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
@@ -58,9 +58,7 @@ class Window:
         self._lock = threading.Lock()
         self._consumed: deque[float] = deque()
         self._service_s: deque[float] = deque(maxlen=32)
-        self._ages_s: list[float] = []  # since `retune`
-        self._excesses_s: deque[float] = deque(maxlen=_WAIT_RETUNES)  # of age, one a retune, since the last change
-        self._old_rest = _REST_RETUNES
+        self._ages_s: deque[float] = deque(maxlen=32)
         self._waited_s = 0.0  # the learner, since `figures`
         self._since_s = time.monotonic()
         self._learner_waited_s = 0.0  # both ends, since `retune`
@@ -96,7 +94,7 @@ class Window:
         """
         with self._lock:
             self._service_s.append(service_s)
-            if priority_age_s > 0 and len(self._ages_s) < _MOST_SPARES:
+            if priority_age_s > 0:
                 self._ages_s.append(priority_age_s)
             self._gateway_waited_s += credit_wait_s
 
@@ -126,7 +124,8 @@ class Window:
                 return
             span_s = max(self._consumed[-1] - self._consumed[0], 1e-3)
             rate = (len(self._consumed) - 1) / span_s
-            self._try_extra(both_wait, self._too_old(rtt_s + _AGE_PERIODS / rate), rate)
+            too_old = bool(self._ages_s) and statistics.median(self._ages_s) > rtt_s + _AGE_PERIODS / rate
+            self._try_extra(both_wait, too_old, rate)
             turnaround_s = rtt_s + sorted(self._service_s)[len(self._service_s) // 2]
             busy = 1.0 - min(1.0, learner_waits)
             wanted = math.ceil(turnaround_s * rate + busy) + self._extra
@@ -153,17 +152,6 @@ class Window:
         most_s = min((2 + self._extra) * period_s, LARGEST_HOLD_S)
         self.hold_s = min(max(0.0, self.hold_s + step * excess_s), most_s)
 
-    def _too_old(self, limit_s: float) -> bool:
-        """Returns whether priorities are older than that, not by one stall, since the window was last changed."""
-        if self._ages_s:
-            self._excesses_s.append(statistics.median(self._ages_s) - limit_s)
-            self._ages_s.clear()
-        return len(self._excesses_s) >= _TRY_RETUNES and statistics.median(self._excesses_s) > 0
-
-    def _change_extra(self, change: int) -> None:
-        self._extra = max(0, self._extra + change)
-        self._excesses_s.clear()
-
     def _try_extra(self, both_wait: bool, too_old: bool, rate: float) -> None:
         """Moves the part of the window that is found by trying."""
         self._rates.append(rate)
@@ -171,22 +159,21 @@ class Window:
         if self._trying > 0:
             self._trying -= 1
             if self._trying == 0 and (too_old or rate < self._rate_needed):
-                self._change_extra(-self._step)
-                self._rest = self._old_rest if too_old else _REST_RETUNES
-                self._old_rest = min(2 * self._old_rest, _OLD_RETUNES) if too_old else _REST_RETUNES
+                self._extra = max(0, self._extra - self._step)
+                self._rest = _OLD_RETUNES if too_old else _REST_RETUNES
         elif too_old and self._extra > 0:
-            self._change_extra(-1)
-            self._rest = max(self._rest, _REST_RETUNES)
+            self._extra -= 1
+            self._trying, self._step, self._rate_needed = _TRY_RETUNES, 1, 0.0  # then it is judged again
         elif self._rest > 0:
             self._rest -= 1
         elif both_wait and not too_old and self.size < self._largest:
             self._step = max(1, self.size // _STEP_DIVISOR)
-            self._change_extra(self._step)
+            self._extra += self._step
             # Not the rate of a stall, beside which anything looks good.
             self._rate_needed = (1.0 + _GAIN_SHARE * self._step / self.size) * max(self._rates)
             self._trying = _TRY_RETUNES
         elif self._calm >= _CALM_RETUNES:
-            self._change_extra(-1)
+            self._extra = max(0, self._extra - 1)
             self._calm = 0
 
     def figures(self) -> dict[str, float]:
