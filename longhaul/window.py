@@ -6,9 +6,7 @@ faster, only drawn earlier, on older priorities.
 
 T is known in parts only: the round trip and both ends' work are measured, what waits in their queues is not. So where
 both ends wait for each other, the learner for batches and the gateway for credits, the window is tried larger, and kept
-so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured. What is
-found so has a limit: a priority comes back no later than a round trip and two batches' times after its transition was
-drawn. A busy site lets still more through with longer queues, of batches that are drawn on older priorities.
+so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured.
 
 A window is a whole number, the link is not: batches that the rounding brings too early would wait at the learner,
 growing old. So each credit tells the gateway how long to hold the next draw back, just so long that batches still
@@ -31,8 +29,6 @@ _GAIN_SHARE = 0.5
 _STEP_DIVISOR = 8  # a try adds one batch to small windows, and an eighth to large ones
 _TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
-_OLD_RETUNES = 60  # after one that made priorities too old
-_AGE_PERIODS = 2.0  # beyond the round trip, that a priority may take from the draw to its return
 _CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
 _HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
 _LEAST_SPARE_S = 0.004  # kept for jitter
@@ -58,7 +54,6 @@ class Window:
         self._lock = threading.Lock()
         self._consumed: deque[float] = deque()
         self._service_s: deque[float] = deque(maxlen=32)
-        self._ages_s: deque[float] = deque(maxlen=32)
         self._waited_s = 0.0  # the learner, since `figures`
         self._since_s = time.monotonic()
         self._learner_waited_s = 0.0  # both ends, since `retune`
@@ -84,18 +79,15 @@ class Window:
             while len(self._consumed) > 2 and self._consumed[0] < now_s - _HORIZON_S:
                 self._consumed.popleft()
 
-    def arrived(self, service_s: float, credit_wait_s: float = 0.0, priority_age_s: float = 0.0) -> None:
+    def arrived(self, service_s: float, credit_wait_s: float = 0.0) -> None:
         """Notes how long both ends worked on a batch, from its draw to its delivery, the path left out.
 
         Args:
           service_s: that time.
           credit_wait_s: how long the gateway waited for the credit.
-          priority_age_s: from the draw to the return of the newest priorities that it had by then; 0 if none.
         """
         with self._lock:
             self._service_s.append(service_s)
-            if priority_age_s > 0:
-                self._ages_s.append(priority_age_s)
             self._gateway_waited_s += credit_wait_s
 
     def taken(self, spare_s: float) -> None:
@@ -124,8 +116,7 @@ class Window:
                 return
             span_s = max(self._consumed[-1] - self._consumed[0], 1e-3)
             rate = (len(self._consumed) - 1) / span_s
-            too_old = bool(self._ages_s) and statistics.median(self._ages_s) > rtt_s + _AGE_PERIODS / rate
-            self._try_extra(both_wait, too_old, rate)
+            self._try_extra(both_wait, rate)
             turnaround_s = rtt_s + sorted(self._service_s)[len(self._service_s) // 2]
             busy = 1.0 - min(1.0, learner_waits)
             wanted = math.ceil(turnaround_s * rate + busy) + self._extra
@@ -152,21 +143,18 @@ class Window:
         most_s = min((2 + self._extra) * period_s, LARGEST_HOLD_S)
         self.hold_s = min(max(0.0, self.hold_s + step * excess_s), most_s)
 
-    def _try_extra(self, both_wait: bool, too_old: bool, rate: float) -> None:
+    def _try_extra(self, both_wait: bool, rate: float) -> None:
         """Moves the part of the window that is found by trying."""
         self._rates.append(rate)
         self._calm = 0 if both_wait else self._calm + 1
         if self._trying > 0:
             self._trying -= 1
-            if self._trying == 0 and (too_old or rate < self._rate_needed):
+            if self._trying == 0 and rate < self._rate_needed:
                 self._extra = max(0, self._extra - self._step)
-                self._rest = _OLD_RETUNES if too_old else _REST_RETUNES
-        elif too_old and self._extra > 0:
-            self._extra -= 1
-            self._trying, self._step, self._rate_needed = _TRY_RETUNES, 1, 0.0  # then it is judged again
+                self._rest = _REST_RETUNES
         elif self._rest > 0:
             self._rest -= 1
-        elif both_wait and not too_old and self.size < self._largest:
+        elif both_wait and self.size < self._largest:
             self._step = max(1, self.size // _STEP_DIVISOR)
             self._extra += self._step
             # Not the rate of a stall, beside which anything looks good.

@@ -1,7 +1,5 @@
 """The window is what Little's law asks for, one more, and never over its cap."""
 
-import statistics
-
 import pytest
 
 from longhaul.window import Window
@@ -71,24 +69,6 @@ def test_where_both_ends_wait_it_grows_while_that_helps_and_no_further():
         sizes.append(window.size)
     # 40 * 0.16 = 6.4; now and then it looks whether fewer would do.
     assert max(sizes) <= 9 and sum(sizes[-40:]) / 40 >= 6
-
-
-@pytest.mark.parametrize("queue_s, expected", [(0.0, 9), (0.0035, 4)])
-def test_more_that_gets_through_is_not_bought_with_priorities_older_than_two_batches(queue_s, expected):
-    """A site whose queues hold 30 ms that nobody measures, and more with each batch beyond the fourth."""
-    window, now_s, sizes = Window(64), 0.0, []
-    for _ in range(300):
-        rate = min(10.0 * window.size, 90.0)
-        age_s = 0.05 + 1.8 / rate + queue_s * max(0, window.size - 4)
-        for i in range(int(rate * 4) + 1):
-            window.consumed(now_s + i / rate)
-            window.arrived(0.02, priority_age_s=age_s)
-        now_s += 5.0
-        window.starved(1.0)
-        window.arrived(0.02, credit_wait_s=1.0)
-        window.retune(0.05, window._retuned_s + 2.0)
-        sizes.append(window.size)
-    assert statistics.median(sizes[-150:]) == expected  # now and then it looks whether more would do
 
 
 def test_a_try_that_lets_nothing_more_through_is_taken_back():
