@@ -17,6 +17,7 @@ from longhaul.records import MOST_TRANSITIONS, unpack_records
 from longhaul.row_store import RowStore
 
 _MOST_WRITERS = 4096  # remembered, the last that came
+_UNCONFIRMED = 32  # Reverb warns of more than 50
 _LOOK_S = 0.5  # between looks at whether the actor is still there, while the replay takes nothing
 
 
@@ -93,14 +94,19 @@ class Intake:
         with account.lock:
             new = records[max(0, account.written - request.first_transition) :]
             steps = new["step"].copy().view(np.uint8).reshape(len(new), new["step"].itemsize)
-            for step, priority in zip(steps, new["priority"].tolist()):
+            for count, (step, priority) in enumerate(zip(steps, new["priority"].tolist()), 1):
                 self._items.write(step, priority)
-            while not self._items.flush(0, _LOOK_S):
-                if self._gone():
-                    raise Stopped("the actor is gone")
+                if count % _UNCONFIRMED == 0:
+                    self._flush(_UNCONFIRMED // 2)
+            self._flush(0)
             account.written = max(account.written, request.first_transition + len(records))
         self._feed.settle(len(new))
         return pb.InsertResponse(written=account.written)
+
+    def _flush(self, unconfirmed: int) -> None:
+        while not self._items.flush(unconfirmed, _LOOK_S):
+            if self._gone():
+                raise Stopped("the actor is gone")
 
     def close(self) -> None:
         """Lets go of the connection; what it has brought stays."""

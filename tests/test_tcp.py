@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+pytest.importorskip("reverb")
+
 from longhaul import tcp
 from longhaul.channel import open_channel
 from longhaul.errors import ConfigError
