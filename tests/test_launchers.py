@@ -212,6 +212,7 @@ def test_the_learner_loads_neither_tensorflow_nor_reverb_nor_gymnasium():
 
 
 def test_actors_load_neither_tensorflow_nor_reverb():
+    pytest.importorskip("gymnasium")
     loaded = loaded_by("import launchers.actor, longhaul.actor")
     assert {"jax", "flax", "gymnasium", "grpc"} <= loaded
     assert not {"tensorflow", "reverb", "optax"} & loaded
