@@ -70,7 +70,7 @@ def test_nothing_is_compiled_after_warm_up_and_no_transfer_is_made_that_is_not_m
     run = Run(tmp_path, config, start=False, change=look, new_rows=(1, 16), window=1)
     with jax.transfer_guard("disallow"):
         run.learner.run()
-    assert run.learner.updates == 40 and seen[2] == run.learner.compilations <= 6
+    assert run.learner.updates == 40 and seen[2] == run.learner.compilations <= 7
 
 
 def test_the_cache_is_whole_on_each_device_and_read_back_as_it_was_written():
