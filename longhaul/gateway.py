@@ -113,10 +113,10 @@ class Gateway:
         if not port:
             raise ConfigError(f"the gateway can't listen on {address}; choose another --host or --port")
         self.port = port
+        self._server = server  # `stop` ends it, whatever still fails
         server.start()
         if self._congestion_control:
             tcp.set_congestion_control(port, self._congestion_control)
-        self._server = server
         self._watcher.start()
         logging.info("gateway of run %s listens on %s:%d", self.run_id, self._host, self.port)
 

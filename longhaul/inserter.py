@@ -32,7 +32,6 @@ _GATHER_S = 0.005  # what comes within it shares a message: messages cost more t
 # Beyond these, messages would queue up at a busy node, small ones, each at the price of a large one.
 _MESSAGES_IN_FLIGHT = 2
 _LARGEST = float(np.finfo(np.float32).max)
-_TRANSITION = -1
 
 
 class _Row:
@@ -42,14 +41,23 @@ class _Row:
 
     def __init__(self, cell: bytes):
         self.cell = cell
-        self.sent = False
+        self.sent = 0  # number of the last connection that it went over
 
 
-class _Part(NamedTuple):
-    """What a message is made of: a row of a stream, or a transition."""
+class _Waiting(NamedTuple):
+    """A transition on its way, and the rows that must be there before it."""
 
-    stream: int  # _TRANSITION for a transition
-    data: bytes
+    stream: int
+    rows: list[_Row]
+    record: bytes
+
+
+class _Message(NamedTuple):
+    """What goes out together."""
+
+    places: list[int]  # each row's stream
+    cells: list[bytes]
+    transitions: list[_Waiting]
 
 
 class Inserter:
@@ -88,9 +96,9 @@ class Inserter:
         self._rows: list[dict[int, _Row]] = [{} for _ in range(num_streams)]  # a stream's newest, oldest first, by id
         self.counters = {"written_items": 0, "dropped_items": 0, "refused_priorities": 0, "reconnects": 0}
         self._lock = threading.Condition()
-        self._unsent: deque[_Part] = deque()  # a transition behind its rows
-        self._unanswered: deque[list[_Part]] = deque()  # messages on this connection, oldest first
-        self._pending = 0  # transitions among both
+        self._unsent: deque[_Waiting] = deque()
+        self._unanswered: deque[list[_Waiting]] = deque()  # of each message on this connection, oldest first
+        self._pending = 0  # transitions in both
         self._written = 0  # transitions taken by the node, over this writer's life
         self._writer_id = secrets.randbits(64)
         self._connection = 0
@@ -149,11 +157,7 @@ class Inserter:
                 self.counters["dropped_items"] += 1
                 return False
             idle = not self._unsent
-            for row in rows:
-                if not row.sent:
-                    row.sent = True
-                    self._unsent.append(_Part(stream, row.cell))
-            self._unsent.append(_Part(_TRANSITION, record))
+            self._unsent.append(_Waiting(stream, rows, record))
             self._pending += 1
             if idle:  # else the sender is awake: to wake it for each transition cost more than the transition
                 self._lock.notify_all()
@@ -235,11 +239,6 @@ class Inserter:
                 self._run_id = run_id
             self._unsent.extendleft(reversed(list(itertools.chain(*self._unanswered))))
             self._unanswered.clear()
-            # Rows may be sent twice, never too late: what is pinned there is pinned by this connection alone.
-            unsent = {id(part.data) for part in self._unsent}
-            for rows in self._rows:
-                for row in list(rows.values()):  # at once: the actor goes on adding
-                    row.sent = row.sent and id(row.cell) in unsent
             self._connection += 1
             first = pb.InsertRequest(
                 run_id=run_id, writer_id=self._writer_id, streams=len(self._rows), keep_rows=self._keep_rows
@@ -263,31 +262,41 @@ class Inserter:
                 if self._closing.is_set() or connection != self._connection:
                     return
                 message = self._next_message()
-                self._unanswered.append(message)
-            rows = [part for part in message if part.stream != _TRANSITION]
+                self._unanswered.append(message.transitions)
             yield pb.InsertRequest(
-                places=np.array([row.stream for row in rows], "<i4").tobytes(),
-                cells=[row.data for row in rows],
+                places=np.array(message.places, "<i4").tobytes(),
+                cells=message.cells,
                 first_transition=number,
-                transitions=b"".join(part.data for part in message if part.stream == _TRANSITION),
+                transitions=b"".join(waiting.record for waiting in message.transitions),
             )
-            number += len(message) - len(rows)
+            number += len(message.transitions)
 
-    def _next_message(self) -> list[_Part]:
-        """Takes what fits into one message; under the lock."""
-        message: list[_Part] = []
-        transitions = size = 0
-        while self._unsent and transitions < MOST_TRANSITIONS and size < PART_BYTES:
-            part = self._unsent.popleft()
-            message.append(part)
-            transitions += part.stream == _TRANSITION
-            size += len(part.data)
+    def _next_message(self) -> _Message:
+        """Takes what fits into one message; under the lock.
+
+        Every row goes over each connection anew before the first transition that needs it there: the node keeps what
+        this connection has brought, and after an outage it may have let go of what others have.
+        """
+        message = _Message([], [], [])
+        size = 0
+        while self._unsent and len(message.transitions) < MOST_TRANSITIONS:
+            waiting = self._unsent[0]
+            for row in waiting.rows:
+                if row.sent != self._connection:
+                    if size >= PART_BYTES:
+                        return message  # the rest, and the transition, with the next
+                    row.sent = self._connection
+                    message.places.append(waiting.stream)
+                    message.cells.append(row.cell)
+                    size += len(row.cell)
+            size += len(waiting.record)
+            message.transitions.append(self._unsent.popleft())
         return message
 
     def _confirm(self, response: pb.InsertResponse) -> None:
         """Takes the answer to the oldest message."""
         with self._lock:
-            count = sum(part.stream == _TRANSITION for part in self._unanswered.popleft())
+            count = len(self._unanswered.popleft())
             self._pending -= count
             self._written += count
             self.counters["written_items"] += count

@@ -33,12 +33,14 @@ def set_congestion_control(port: int, algorithm: str) -> None:
       algorithm: the kernel's name, such as "cubic", "reno", "bbr".
 
     Raises:
-      ConfigError: the kernel has no such algorithm, or does not let this user have it.
+      ConfigError: the kernel has no such algorithm, or does not let this user have it; nothing listens there.
     """
+    found = False
     for listener in own_sockets():
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         if not listens or listener.getsockname()[1] != port:
             continue
+        found = True
         try:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, algorithm.encode())
         except PermissionError:
@@ -51,6 +53,8 @@ def set_congestion_control(port: int, algorithm: str) -> None:
                 f"--tcp_congestion_control={algorithm}: this kernel has {_names(_AVAILABLE)}; "
                 f"`modprobe tcp_{algorithm}` may bring it"
             ) from None
+    if not found:
+        raise ConfigError(f"--tcp_congestion_control={algorithm}: this process has no socket that listens on {port}")
 
 
 def _names(path: Path) -> str:

@@ -127,6 +127,36 @@ def test_a_cut_connection_of_rows_loses_and_doubles_nothing():
         assert _held(gateway, list(range(1001)))
 
 
+def test_after_an_outage_in_which_the_site_has_let_go_of_its_rows_an_actor_goes_on():
+    with running(small_config(capacity=20)) as (gateway, site):
+        writer = _inserter(site)
+        writer.add_row(0, 0, _row(VECTOR, 0))
+        for i in range(1, 11):
+            assert _step(writer, VECTOR, i)
+        eventually(lambda: writer.counters["written_items"] == 10)
+        healed, insert = threading.Event(), site.insert
+        site.insert = lambda requests: healed.wait(30) and insert(requests)
+        writer._call.cancel()
+        # The first two refer to rows that are stored already, the last to one that is not.
+        for i in (9, 10):
+            assert writer.add_transition(0, NStepTransition((i - 1,), (i,), 1, float(i), 0.9), 3, 1.0)
+        assert _step(writer, VECTOR, 11)
+        other_site = SiteClient(f"127.0.0.1:{gateway.port}", "actor", threading.Event())
+        other = _inserter(other_site)
+        other.add_row(0, 1000, _row(VECTOR, 1000))
+        for i in range(1001, 2200):
+            assert _step(other, VECTOR, i)
+        eventually(lambda: not _held(gateway, [9]) and other.counters["written_items"] == 1199)
+        healed.set()
+        eventually(lambda: writer.counters["written_items"] == 13)
+        assert _step(writer, VECTOR, 12)
+        writer.close()
+        assert gateway._table.info()[1] == 14 + 1199
+        assert _held(gateway, [8, 9, 10, 11, 12])
+        other.close()
+        other_site.close()
+
+
 def test_rows_are_stored_once_however_many_transitions_refer_to_them():
     with running(small_config(capacity=5000)) as (gateway, site):
         writer = _inserter(site, FRAMES)

@@ -46,6 +46,13 @@ def test_a_gateway_answers_by_the_algorithm_asked_for():
         gateway.stop()
 
 
+def test_a_port_that_nobody_listens_on_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no socket that listens on {port}"):
+        tcp.set_congestion_control(port, "reno")
+
+
 def test_an_unknown_algorithm_is_named_with_what_the_kernel_has():
     gateway = Gateway(small_config(), congestion_control="hopeful")
     try:
