@@ -32,7 +32,9 @@ _SETTINGS = flags.DEFINE_list(
     "settings", None, "settings to compare in, of a, b and c; a if neither this nor --link is given"
 )
 _BUDGETS = flags.DEFINE_list(
-    "budgets", ["bytes"], "equal bytes/s, equal transferred experiences/s, or both: bytes,experiences"
+    "budgets",
+    ["bytes", "experiences"],
+    "what both sides are given alike: bytes/s, transferred experiences/s, or both in turn",
 )
 _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each side, seeds from config.seed on", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "length of a run, from its first update on", lower_bound=10.0)
