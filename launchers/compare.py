@@ -5,9 +5,9 @@
 
 The existing approach keeps prioritized replay beside the learner and sends everything there in order of arrival; the
 proposed one keeps it at the site and sends what the learner draws. Settings: a, the link carries a quarter of what the
-actors produce, at 0.1 ms; b, 50 ms and 20 Mbit/s; c, 150 ms and 5 Mbit/s with an outage in the middle. Leaves
-summary.json, report.html and plots/ in --workdir. Started again with the same --workdir and flags it goes on where it
-was interrupted.
+actors produce, at 0.1 ms; b, 50 ms and 20 Mbit/s; c, 150 ms and 5 Mbit/s with an outage in the middle. Each is run
+at equal bytes/s and at equal transferred experiences/s. Leaves summary.json, report.html and plots/ in --workdir.
+Started again with the same --workdir and flags it goes on where it was interrupted.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _SETTINGS = flags.DEFINE_list(
 _BUDGETS = flags.DEFINE_list(
     "budgets",
     ["bytes", "experiences"],
-    "what both sides are given alike: bytes/s, transferred experiences/s, or both in turn",
+    "bytes: equal bytes/s for both sides; experiences: equal transferred experiences/s; or both, in turn",
 )
 _SEEDS = flags.DEFINE_integer("seeds", 3, "runs of each side, seeds from config.seed on", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 300.0, "length of a run, from its first update on", lower_bound=10.0)
