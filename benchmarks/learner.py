@@ -112,6 +112,8 @@ class MemorySource:
                 )
             )
 
+    down = False
+
     def next_batch(self, timeout_s: float) -> Batch | None:
         self._clock.tick()
         batch = self.batches[0 if self._next == 0 else 1 + self._next % (_BATCHES - 1)]

@@ -20,6 +20,7 @@ from longhaul import checkpoints, codec, device_cache, devices, dqn, networks, p
 from longhaul.background import NewestOnly
 from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
+from longhaul.reserve import Reserve
 from longhaul.types import AUDITED_ROWS, Batch, ExperienceSpec, Params
 from longhaul.weights_publisher import WeightsPublisher
 
@@ -32,14 +33,14 @@ _APPLIED, _TARGET_MOVED = dqn.METRICS.index("applied"), dqn.METRICS.index("targe
 
 
 class _InFlight(NamedTuple):
-    """A batch handed to the device and not yet acknowledged."""
+    """A batch handed to the device, whose priorities are not known yet."""
 
-    sequence: int
+    batch: Batch | None  # None: drawn from the reserve
+    packed: np.ndarray
     report: jax.Array
-    received_time_s: float
-    draw_age_s: float
-    scores: jax.Array | None  # see Learner._score_on_arrival
-    first_crossings: np.ndarray
+    stamp: int = 0  # of its rows, see Reserve
+    places: np.ndarray | None = None  # in the reserve
+    scores: jax.Array | None = None  # see Learner._score_on_arrival
 
 
 def _check_weights_size(params: Params) -> None:
@@ -159,6 +160,15 @@ class Learner:
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config), mesh)
         self._pace = pacing.Pace(float(config.learner.updates_per_s))
         self._transfer_pace = pacing.transfer_pace(config)
+        self._reserve = Reserve(
+            capacity,
+            spec.stack,
+            float(config.replay.priority_exponent),
+            float(config.learner.outage_draws),
+            config.seed,
+        )
+        self._reserve_updates = 0
+        self._reserve_began_at: int | None = None  # of those, in the present outage; None: there is none
         self._arrivals = scoring.ArrivalTally() if config.metrics.score_transfers else None
         self._score: Any = scoring.make_batch_score(spec, config)
         self._copy_state = jax.jit(lambda state: jax.tree_util.tree_map(jnp.copy, state))
@@ -221,7 +231,11 @@ class Learner:
             now_s = time.monotonic()
             if in_flight is None and ahead_s == 0:
                 self._tally.idle_s += now_s - asked_s
-            newest = self._dispatch(batch) if batch is not None else None
+            newest = None
+            if batch is not None:
+                newest = self._dispatch(batch)
+            elif ahead_s == 0 and self._link.down:
+                newest = self._dispatch_reserve()
             if in_flight is not None:
                 self._settle(in_flight)
             in_flight = newest
@@ -241,19 +255,41 @@ class Learner:
         """Puts a batch's new rows in place and hands it to the device; None if the cache does not hold its rows."""
         train_step.check_batch(batch, self._spec, self._shape)
         self._cache.insert(batch.new_slots, batch.new_rows)
+        stamp = self._reserve.rows_written(batch.new_slots)
         if not self._rows_agree(batch):
             return None
         packed = train_step.pack_batch(batch)
         scores = self._score_on_arrival(packed)
+        report = self._train(packed)
+        self._transfer_pace.count(batch.actions.size)
+        self._tally.new_rows += len(batch.new_slots)
+        self._site_stats = batch.stats
+        if self._reserve_began_at is not None:
+            count = self._reserve_updates - self._reserve_began_at
+            logging.info("batches come again: %d updates were made without", count)
+            self._reserve_began_at = None
+        return _InFlight(batch, packed, report, stamp, scores=scores)
+
+    def _dispatch_reserve(self) -> _InFlight | None:
+        """Hands a batch of what has crossed before to the device; None if there is no more to be had from it."""
+        drawn = self._reserve.draw(self._shape.minibatches, self._shape.batch_size)
+        if drawn is None:
+            return None
+        if self._reserve_began_at is None:
+            self._reserve_began_at = self._reserve_updates
+            logging.info("nothing comes from the site: training on with %d transitions held here", len(self._reserve))
+        packed, places = drawn
+        report = self._train(packed)
+        self._reserve_updates += self._shape.minibatches
+        return _InFlight(None, packed, report, places=places)
+
+    def _train(self, packed: np.ndarray) -> jax.Array:
+        """Has the device train on a packed batch; returns the report to come."""
         with jax.transfer_guard_host_to_device("allow"):  # the one transfer that is meant, cheaper than device_put
             self._state, report = self._train_step(self._state, self._cache.array, packed)
         self.updates += self._shape.minibatches
         self._pace.count(self._shape.minibatches)
-        self._transfer_pace.count(batch.actions.size)
-        self._tally.new_rows += len(batch.new_slots)
-        self._site_stats = batch.stats
-        age_s = batch.stats.get("draw_age_s", 0.0)
-        return _InFlight(batch.sequence, report, batch.received_time_s, age_s, scores, batch.first_crossings)
+        return report
 
     def _score_on_arrival(self, packed: np.ndarray) -> jax.Array | None:
         """Returns what the network as it is makes of the batch, float32 [K*B]; None if nobody asks."""
@@ -266,16 +302,21 @@ class Learner:
         """Waits for a batch's training and sends its priorities back."""
         with jax.transfer_guard_device_to_host("allow"):  # the one transfer back that is meant
             report = np.asarray(done.report)
-            if self._arrivals is not None and done.scores is not None:
-                self._arrivals.add(np.asarray(done.scores), done.first_crossings)
+            if self._arrivals is not None and done.batch is not None and done.scores is not None:
+                self._arrivals.add(np.asarray(done.scores), done.batch.first_crossings)
         priorities, figures = train_step.split_report(report, self._shape)
-        self._link.ack(done.sequence, priorities)
-        age_s = time.monotonic() - done.received_time_s
         tally = self._tally
         tally.add(figures)
+        if done.batch is None:
+            assert done.places is not None
+            self._reserve.update(done.places, priorities)
+            return
+        self._link.ack(done.batch.sequence, priorities)
+        self._reserve.add(done.packed, priorities, done.stamp)
+        age_s = time.monotonic() - done.batch.received_time_s
         tally.batches += 1
         tally.batch_age_s += age_s
-        tally.sample_age_s += age_s + done.draw_age_s
+        tally.sample_age_s += age_s + done.batch.stats.get("draw_age_s", 0.0)
 
     def _rows_agree(self, batch: Batch) -> bool:
         """Returns whether the cache holds this batch's rows; if not, begins anew with an empty cache, once."""
@@ -292,6 +333,7 @@ class Learner:
                 "batch %d: the row cache disagrees with the gateway's mirror; it begins anew", batch.sequence
             )
             self._cache.forget()
+            self._reserve.forget()
             self._link.reset_cache()
         return agree
 
@@ -326,6 +368,7 @@ class Learner:
             "batch_age_s": tally.batch_age_s / tally.batches if tally.batches else np.nan,
             "sample_age_s": tally.sample_age_s / tally.batches if tally.batches else np.nan,
             "new_rows_per_sample": tally.new_rows / samples if samples else np.nan,
+            "reserve_updates": self._reserve_updates,
             "cache_resets": self._cache_resets,
             "weights_version": self._publisher.version,
             "refused_weights": self._publisher.refused,

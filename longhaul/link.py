@@ -36,6 +36,7 @@ _PING_PERIOD_S = 1.0
 _PINGS_PER_PERIOD = 5  # while weights are sent, which give way to what they delay
 _SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
 _OPENING_SILENCE_S = 5.0  # likewise before the first answer: TCP's own retries become rarer and rarer, ours don't
+_DOWN_S = 3.0  # likewise before it is taken for down: too soon to give it up, but not to do something else meanwhile
 _LARGEST_ACK_WAIT_S = 1.0
 _BACKOFF_CAP_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -162,6 +163,11 @@ class LinkClient:
         if self._stop.is_set():
             raise Stopped("the link was stopped")
         return batch
+
+    @property
+    def down(self) -> bool:
+        """Whether an outage goes on, or seems to: no Ping is answered, as one is where a site has nothing to send."""
+        return not self.meter.connected or self.meter.silent_s() > _DOWN_S
 
     def ack(self, sequence: int, priorities: np.ndarray) -> None:
         """Sends a batch's priorities back; kept until the gateway confirms that it has applied them.

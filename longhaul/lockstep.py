@@ -143,6 +143,8 @@ class LockstepLink:
         self._in_flight: np.ndarray | None = None  # keys of the batch that is not acknowledged
         self._to_judge: Snapshot | None = None
 
+    down = False  # see LinkClient
+
     def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
         """See LinkClient."""
         self._shape = (minibatches, batch_size)

@@ -18,7 +18,7 @@ from longhaul.errors import Corruption, MismatchError
 from longhaul.types import Batch, ExperienceSpec
 
 # Columns of a packed transition after its slots.
-_SCALARS = ("actions", "returns", "discounts", "probabilities")
+SCALARS = ("actions", "returns", "discounts", "probabilities")
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -78,9 +78,9 @@ def pack_batch(batch: Batch) -> np.ndarray:
     that it was given, google/jax issue 37830; nobody else holds this one.)
     """
     columns = batch.slots.shape[-1]
-    packed = np.empty((*batch.slots.shape[:-1], columns + len(_SCALARS)), np.int32)
+    packed = np.empty((*batch.slots.shape[:-1], columns + len(SCALARS)), np.int32)
     packed[..., :columns] = batch.slots
-    for i, name in enumerate(_SCALARS):
+    for i, name in enumerate(SCALARS):
         packed[..., columns + i] = getattr(batch, name).view(np.int32)
     return packed
 

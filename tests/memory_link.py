@@ -64,6 +64,7 @@ class MemoryLink:
         self.acks: list[tuple[int, np.ndarray]] = []
         self.snapshots: list[Snapshot] = []
         self.resets = 0
+        self.down = False
         # What the learner's cache must hold.
         self.rows = np.zeros((filled, *spec.row_shape), spec.row_dtype)
 

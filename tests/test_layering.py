@@ -58,6 +58,7 @@ ORDER = [
         "dqn",
         "device_cache",
         "train_step",
+        "reserve",
         "scoring",
     ),
     # what speaks for a part

@@ -13,7 +13,7 @@ import pytest
 from longhaul import codec, dqn, networks
 from longhaul.errors import ConfigError, Corruption, MismatchError
 from longhaul.learner import Learner
-from longhaul.metrics import MetricsWriter
+from longhaul.metrics import MetricsWriter, read_jsonl
 from longhaul.types import ExperienceSpec
 from tests.memory_link import SPEC, MemoryLink, Opened, Run, assert_same, make_config, poison, writers_closed  # noqa: F401 (a fixture)
 from tests.strict_jax import strict  # noqa: F401 (a fixture)
@@ -117,6 +117,105 @@ def test_images_train_too(tmp_path):
     spec = ExperienceSpec("Test-v0", (36, 36), "uint8", stack=2, num_actions=3, n_step=1, gamma=0.9)
     run = Run(tmp_path, make_config(**{"learner.max_updates": 6}), spec=spec)
     assert run.learner.updates == 6 and int(run.state.skipped) == 0
+
+
+# ---- outages
+
+
+class _Cut(MemoryLink):
+    """Goes down after some batches, for a number of looks."""
+
+    def __init__(self, *args, after=10, looks=30, **settings):
+        super().__init__(*args, **settings)
+        self._after, self._looks = after, looks
+        self.waits = []
+
+    def next_batch(self, timeout_s):
+        self.down = self.handed_out == self._after and self._looks > 0
+        if self.down:
+            self._looks -= 1
+            self.waits.append(timeout_s)
+            return None
+        return super().next_batch(timeout_s)
+
+
+def _run_cut(tmp_path, looks=30, **settings):
+    stop = threading.Event()
+    link = _Cut(stop, looks=looks, new_rows=(0, 0))
+    config = make_config(**{"learner.max_updates": 120, **settings})
+    with MetricsWriter(tmp_path, "learner", tensorboard=False) as metrics:
+        learner = Learner(config, SPEC, link, metrics, tmp_path, stop, 1)
+        learner.run()
+    return learner, link, read_jsonl(tmp_path, "learner")[-1]
+
+
+def test_training_goes_on_from_the_cache_while_the_link_is_down(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    learner, link, last = _run_cut(tmp_path)
+    assert learner.updates == int(learner._state.updates) == 120 and int(learner._state.skipped) == 0
+    made = learner._reserve_updates
+    # 160 transitions have crossed, each for four draws, but only as many as are held.
+    assert 2 <= made <= 60 and last["reserve_updates"] == made
+    assert len(link.acks) == (120 - made) / 2, "only what the site has sent is acknowledged"
+    assert [sequence for sequence, _ in link.acks] == list(range(1, len(link.acks) + 1))
+    words = [record.getMessage() for record in caplog.records]
+    assert sum("training on with" in line for line in words) == 1
+    assert f"batches come again: {made} updates were made without" in words
+    assert link.waits[0] == 0  # nothing is waited for while there is something to train on
+
+
+def test_what_is_trained_on_meanwhile_is_what_the_cache_holds(tmp_path):
+    drawn = []
+
+    class Watching(Learner):
+        def _dispatch_reserve(self):
+            done = super()._dispatch_reserve()
+            if done is not None:
+                drawn.append((done.packed, np.array(self._cache.array)))
+            return done
+
+    stop = threading.Event()
+    link = _Cut(stop)
+    learner = Watching(make_config(), SPEC, link, MetricsWriter(None, "learner"), tmp_path, stop, 1)
+    came = {}
+    change = link._change
+
+    def keep(batch):
+        for slots, value in zip(batch.slots.reshape(-1, 4), batch.returns.reshape(-1)):
+            came.setdefault(value.view(np.int32).item(), link.rows[slots].copy())
+        return change(batch)
+
+    link._change = keep
+    learner.run()
+    assert drawn
+    for packed, rows in drawn:
+        for transition in packed.reshape(-1, packed.shape[-1]):
+            np.testing.assert_array_equal(rows[transition[:4]], came[int(transition[5])])
+
+
+def test_it_waits_where_it_shall(tmp_path):
+    _, link, last = _run_cut(tmp_path, looks=5, **{"learner.outage_draws": 0.0})
+    assert last["reserve_updates"] == 0 and len(link.acks) == 60
+    assert link.waits[-1] > 0
+
+
+def test_once_enough_has_been_drawn_it_waits_for_the_link(tmp_path):
+    _, link, last = _run_cut(tmp_path, **{"learner.outage_draws": 0.5})
+    assert 2 <= last["reserve_updates"] <= 10  # 160 have crossed: 80 draws at most, of 8 an update
+    assert link.waits[-1] > 0
+
+
+def test_a_site_that_sends_nothing_but_is_there_is_waited_for(tmp_path):
+    class Quiet(_Cut):
+        def next_batch(self, timeout_s):
+            batch = super().next_batch(timeout_s)
+            self.down = False
+            return batch
+
+    stop = threading.Event()
+    learner = Learner(make_config(), SPEC, Quiet(stop, looks=5), MetricsWriter(None, "learner"), tmp_path, stop, 1)
+    learner.run()
+    assert learner._reserve_updates == 0
 
 
 # ---- what does not fit
