@@ -15,10 +15,13 @@ from longhaul import channel
 from longhaul.errors import DeadlineExceeded, Outage, Stopped
 from longhaul.gateway import Gateway
 from longhaul.inbox import Inbox
+from longhaul.learner import Learner
+from longhaul.link import LinkClient
+from longhaul.metrics import MetricsWriter
 from longhaul.relay import Relay
 from longhaul.site_client import SiteClient
 from longhaul.types import Snapshot
-from tests.site import CheckingLearner, Writer, eventually, linked, running, small_config
+from tests.site import SPEC, CheckingLearner, Writer, eventually, linked, running, small_config
 
 
 @pytest.fixture
@@ -184,3 +187,32 @@ def test_every_status_is_an_outage_or_for_good_and_never_a_bare_grpc_error(statu
     lasting = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL"}
     assert isinstance(ours, Outage) == (status.name in lasting | {"OK", "NOT_FOUND", "ALREADY_EXISTS", "DATA_LOSS"})
     assert "127.0.0.1:1" in str(ours) and "details" in str(ours) and "\n" not in str(ours)
+
+
+def test_a_learner_trains_on_through_a_cut_and_its_cache_is_right_afterwards(site, tmp_path):
+    c, gateway = site
+    c.agent.update(network="mlp", hidden=(16,), n_step=SPEC.n_step, gamma=SPEC.gamma)
+    c.learner.update(batch_size=16, minibatches_per_pull=2, outage_draws=1e6)
+    stop = threading.Event()
+    with Relay(("127.0.0.1", gateway.port)) as relay:
+        link = LinkClient(relay.address, c, 7, stop, silence_s=4.0)
+        link.describe(10.0)
+        with MetricsWriter(None, "learner") as metrics:
+            learner = Learner(c, SPEC, link, metrics, tmp_path, stop, 1)
+            thread = threading.Thread(target=learner.run)
+            thread.start()
+            try:
+                eventually(lambda: learner.updates > 20, 60.0)
+                assert learner._reserve_updates == 0
+                relay.hold()
+                eventually(lambda: learner._reserve_updates > 50, 60.0)
+                relay.release()
+                eventually(lambda: learner._reserve_began_at is None, 30.0)
+                updates = learner.updates
+                eventually(lambda: learner.updates > updates + 20, 30.0)
+                assert learner._cache_resets == 0
+            finally:
+                stop.set()
+                thread.join(20.0)
+                link.close()
+    assert not thread.is_alive()
