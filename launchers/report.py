@@ -64,6 +64,8 @@ DIFFERENCES = (
     "acknowledgement (existing).",
     "How old a priority is when it is drawn on: a round trip and the time in flight (proposed); none of it, since "
     "replay is on the learner's host (existing).",
+    "What is trained on through an outage: what the learner's row cache holds, at most config.learner.outage_draws "
+    "transitions for each that has crossed (proposed); the replay beside the learner (existing).",
     "How many transitions cross in one message: a learner's batch (proposed); at least 256 (existing), for those that "
     "follow each other share rows, and a queue has no freshness to lose.",
     "The first experience is trained on earlier where it need not cross first. Time, steps and bytes count from the "
