@@ -1,5 +1,6 @@
 """Deterministic runs: the replay's rules by hand and by frequency, the same run twice, and the seeds of a site."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -343,8 +344,14 @@ def test_a_stop_ends_the_wait_for_a_batch():
 # ---- the command
 
 
+# Programs as a user's are: optimised, and compiled anew by each process; other tests do without (conftest.py).
+AS_USED = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
 def run(*words):
-    return subprocess.run([sys.executable, "-m", *words], cwd=REPO, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=REPO, env=AS_USED, capture_output=True, text=True, timeout=280
+    )
 
 
 def test_the_command_gives_the_same_files_twice_and_refuses_a_folder_in_use(tmp_path):
