@@ -370,7 +370,8 @@ def test_both_sides_are_run_measured_and_reported_and_a_rerun_makes_nothing_agai
     pytest.importorskip("reverb")
     pytest.importorskip("gymnasium")
     words = (f"--workdir={tmp_path}", "--link=rtt_ms=5,rate_mbit=5", "--seeds=1", "--seconds=10", "--calibration_s=5",
-             "--parallel=2", "--budgets=bytes", "--steps_per_s=400", "--config.evaluation.period_s=0.5")  # fmt: skip
+             "--parallel=2", "--budgets=bytes", "--steps_per_s=400", "--config.evaluation.period_s=0.5",
+             "--config.actor.num_actors=1")  # fmt: skip
     ended = compare(*words)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())

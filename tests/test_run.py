@@ -145,7 +145,8 @@ def test_a_killed_actor_ends_the_run_by_name(endless_run):
 
 
 def test_a_target_that_is_not_reached_is_a_failure_that_says_so(tmp_path):
-    process = start("launchers.local", SMOKE, "--config.evaluation.target_return=1000.0", f"--workdir={tmp_path}")
+    words = (SMOKE, "--config.evaluation.target_return=1000.0", "--config.actor.num_actors=1")
+    process = start("launchers.local", *words, f"--workdir={tmp_path}")
     out, _ = process.communicate(timeout=280)
     assert process.returncode == 1
     assert out.splitlines()[-1].endswith("below config.evaluation.target_return (1000)")
