@@ -86,6 +86,7 @@ class MemorySource:
     def __init__(self, network: str, new_rows: int, clock: _Clock):
         self._spec, self._filled, self._new_rows, self._clock = SPECS[network], _FILLED[network], new_rows, clock
         self.batches: list[Batch] = []
+        self.down = False  # see LinkClient
         self._next = 0
 
     def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
@@ -111,8 +112,6 @@ class MemorySource:
                     stats={},
                 )
             )
-
-    down = False
 
     def next_batch(self, timeout_s: float) -> Batch | None:
         self._clock.tick()

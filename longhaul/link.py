@@ -36,7 +36,6 @@ _PING_PERIOD_S = 1.0
 _PINGS_PER_PERIOD = 5  # while weights are sent, which give way to what they delay
 _SILENCE_S = 15.0  # no message for so long, though a Ping is answered every second: the path is dead
 _OPENING_SILENCE_S = 5.0  # likewise before the first answer: TCP's own retries become rarer and rarer, ours don't
-_DOWN_S = 3.0  # likewise before it is taken for down: too soon to give it up, but not to do something else meanwhile
 _LARGEST_ACK_WAIT_S = 1.0
 _BACKOFF_CAP_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -112,16 +111,17 @@ class LinkClient:
         said = ""
         while True:
             try:
-                stub = rpc.GatewayStub(self._channel)
-                self._description = describe(
-                    stub, self._address, "learner", None, self._credentials, _CONNECT_TIMEOUT_S
-                )
+                self._description = self._ask()
                 return self._description
             except Outage as outage:
                 if str(outage) != said:
                     logging.warning("waiting for the site: %s", outage)
                     said = str(outage)
                 backoff.wait(outage)
+
+    def _ask(self) -> SiteDescription:
+        stub = rpc.GatewayStub(self._channel)
+        return describe(stub, self._address, "learner", None, self._credentials, _CONNECT_TIMEOUT_S)
 
     def open(self, cache_rows: int, batch_size: int, minibatches: int, epoch: int, mark_first: bool = False) -> None:
         """Starts the stream; batches of [minibatches, batch_size] transitions come from now on.
@@ -166,8 +166,8 @@ class LinkClient:
 
     @property
     def down(self) -> bool:
-        """Whether an outage goes on, or seems to: no Ping is answered, as one is where a site has nothing to send."""
-        return not self.meter.connected or self.meter.silent_s() > _DOWN_S
+        """See `Meter.down`."""
+        return self.meter.down
 
     def ack(self, sequence: int, priorities: np.ndarray) -> None:
         """Sends a batch's priorities back; kept until the gateway confirms that it has applied them.
@@ -360,10 +360,7 @@ class LinkClient:
 
     def _check_same_experience(self) -> None:
         assert self._description is not None
-        now = describe(
-            rpc.GatewayStub(self._channel), self._address, "learner", None, self._credentials, _CONNECT_TIMEOUT_S
-        )
-        if differences := self._description.spec.differences(now.spec):
+        if differences := self._description.spec.differences(self._ask().spec):
             raise MismatchError(f"{self._address}: its experience has changed: {'; '.join(differences)}")
 
     def _send_ack(self, sequence: int, packed: bytes) -> None:
@@ -381,8 +378,6 @@ class LinkClient:
         with self._lock:
             while self._unconfirmed and next(iter(self._unconfirmed)) <= sequence:
                 self._unconfirmed.popitem(last=False)
-
-    # ---- pings
 
     def _ping(self) -> None:
         count = 0

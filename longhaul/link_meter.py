@@ -8,6 +8,7 @@ from longhaul.proto import longhaul_pb2 as pb
 
 _RTT_SAMPLES = 30  # one a second, however often is pinged
 _PINGS = 60  # that may still be answered; older ones are forgotten
+_DOWN_S = 3.0  # no message for so long: too soon to give the path up, but not to do something else meanwhile
 
 
 class Meter:
@@ -36,6 +37,11 @@ class Meter:
     def connected(self) -> bool:
         """Whether no outage goes on."""
         return self._cut_at_s is None
+
+    @property
+    def down(self) -> bool:
+        """Whether an outage goes on, or seems to: no Ping is answered, as one is where a site has nothing to send."""
+        return not self.connected or self.silent_s() > _DOWN_S
 
     @property
     def rtt_s(self) -> float:

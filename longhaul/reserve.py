@@ -101,10 +101,8 @@ class Reserve:
         self._set(places, priorities)
 
     def forget(self) -> None:
-        """Empties it: the cache does not hold what it should."""
-        self._stamps[:] = _NEVER
-        self._allowance = 0.0
-        self._held = None
+        """Empties it, since the cache does not hold what it should; what is still to be added for older rows, too."""
+        self.rows_written(np.arange(len(self._written)))
 
     def _find_held(self) -> np.ndarray:
         if self._held is None:

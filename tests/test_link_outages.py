@@ -203,9 +203,9 @@ def test_a_learner_trains_on_through_a_cut_and_its_cache_is_right_afterwards(sit
             thread.start()
             try:
                 eventually(lambda: learner.updates > 20, 60.0)
-                assert learner._reserve_updates == 0
+                made = learner._reserve_updates  # a busy machine may be silent for a while by itself
                 relay.hold()
-                eventually(lambda: learner._reserve_updates > 50, 60.0)
+                eventually(lambda: learner._reserve_updates > made + 50, 60.0)
                 relay.release()
                 eventually(lambda: learner._reserve_began_at is None, 30.0)
                 updates = learner.updates

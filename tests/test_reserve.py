@@ -137,6 +137,11 @@ def test_it_is_empty_at_first_and_once_forgotten():
     reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)
     reserve.forget()
     assert len(reserve) == 0 and reserve.draw(1, 1) is None
+    reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)  # was being trained on meanwhile
+    assert len(reserve) == 0 and reserve.draw(1, 1) is None
+    stamp = reserve.rows_written(np.arange(10, dtype=np.int32))
+    reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)
+    assert len(reserve) == 2 and reserve.draw(1, 4) is not None
 
 
 def test_without_draws_nothing_is_kept():
