@@ -7,10 +7,11 @@ Invariant: a batch is sent only while fewer than `window` batches are sent and n
 when its credit was there, never before, so that its priorities are as fresh as the link allows.
 """
 
+import math
 import threading
 import time
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,7 +95,7 @@ class Session:
         self._next_sequence = opened.last_sequence + 1
         self._window = 1
         self._hold_s = 0.0
-        self._acked_time_s = 0.0
+        self._ack_times_s: deque[float] = deque(maxlen=MAX_WINDOW)  # of the credits that came back last
         self._row_level = RowLevel(0)
         self.budget = Budget(0.0)
         self._next_audit_s = time.monotonic() + _AUDIT_PERIOD_S
@@ -182,10 +183,10 @@ class Session:
         Raises:
           Corruption: the priorities are not those of one batch.
         """
+        acked_time_s = time.monotonic()
         with self._lock:
             self._set_window(ack.window)
             self._hold_s = min(max(0.0, ack.hold_s), LARGEST_HOLD_S)  # NaN makes 0
-            self._acked_time_s = time.monotonic()
             batch = self._in_flight.get(ack.sequence)
         if batch is None:
             return
@@ -193,8 +194,10 @@ class Session:
             self._apply_priorities(ack, batch)
             self.priority_age_s = time.monotonic() - batch.drawn_time_s
         with self._lock:
-            if self._in_flight.pop(ack.sequence, None) is not None and self._queue is not None:
-                self._queue.confirm()
+            if self._in_flight.pop(ack.sequence, None) is not None:
+                self._ack_times_s.append(acked_time_s)
+                if self._queue is not None:
+                    self._queue.confirm()
             self._mirror.confirm(ack.sequence)
             self._lock.notify_all()
 
@@ -218,8 +221,12 @@ class Session:
         with self._lock:
             while len(self._in_flight) + self._reserved >= self._window and not closed.is_set():
                 self._lock.wait(0.2)
+            # Each credit is held from its own Ack on: from the newest one, a hold of several periods would skip some.
+            free = self._window - len(self._in_flight) - self._reserved
+            times_s = self._ack_times_s
+            since_s = times_s[-free] if 0 < free <= len(times_s) else -math.inf  # a credit of a window that grew
             self._reserved += 1
-            held_s = max(0.0, self._acked_time_s + self._hold_s - time.monotonic())
+            held_s = max(0.0, since_s + self._hold_s - time.monotonic())
         if closed.wait(held_s):
             raise Stopped("the stream was closed")
         return held_s

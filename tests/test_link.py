@@ -1,7 +1,9 @@
 """Gateway and link together, over real gRPC and real Reverb: rows are right, credits hold, outages heal."""
 
+import collections
 import threading
 import time
+import types
 import zlib
 
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 
 pytest.importorskip("reverb")
 
-from longhaul import buffer
+from longhaul import buffer, session
 from longhaul.errors import DeadlineExceeded, MismatchError, Refused
 from longhaul.gateway import Gateway
 from longhaul.link import LinkClient
+from longhaul.proto import longhaul_pb2 as pb
 from longhaul.records import RecordPacker, record_dtype
 from longhaul.relay import Relay
 from longhaul.site_client import SiteClient
@@ -58,6 +61,41 @@ def test_no_more_batches_are_in_flight_than_the_window(site):
         learner.take()
         time.sleep(0.5)
         assert gateway.read_stats()["batches_in_flight"] == gateway.read_stats()["window"] == 2
+
+
+def test_each_credit_is_held_back_from_its_own_ack_on(site, monkeypatch):
+    _, gateway, _ = site
+    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    opened = pb.Open(batch_size=4, minibatches=1, cache_rows=2000)
+    own = session.Session(opened, gateway._table, gateway._rows, collections.Counter())
+    monkeypatch.setattr(session, "time", clock)
+    due_s = []
+
+    class Closed(threading.Event):
+        def wait(self, timeout=None):
+            due_s.append(clock.now_s + timeout)
+            return False
+
+    try:
+        closed = Closed()
+        own._window = 3
+        own.wait_credit(closed)
+        assert due_s == [100.0]  # no Ack has freed it
+        batches = [own.make_batch(own.sampler.draw(threading.Event()))[0]]
+        for _ in range(2):
+            own.wait_credit(closed)
+            batches.append(own.make_batch(own.sampler.draw(threading.Event()))[0])
+        due_s.clear()
+        priorities = np.ones(4, np.float32).tobytes()
+        for batch, clock.now_s in zip(batches, (100.0, 100.1, 100.2)):
+            own.apply_ack(pb.Ack(sequence=batch.sequence, window=3, priorities=priorities, width=4, hold_s=0.25))
+            own.apply_ack(pb.Ack(sequence=batch.sequence, window=3, priorities=priorities, width=4, hold_s=0.25))
+        for _ in range(3):
+            own.wait_credit(closed)
+        assert due_s == pytest.approx([100.25, 100.35, 100.45])
+    finally:
+        monkeypatch.undo()
+        own.close()
 
 
 def test_acknowledged_priorities_change_what_is_drawn(site):
