@@ -222,9 +222,10 @@ class Session:
             while len(self._in_flight) + self._reserved >= self._window and not closed.is_set():
                 self._lock.wait(0.2)
             # Each credit is held from its own Ack on: from the newest one, a hold of several periods would skip some.
+            # The places that are free came back with the last so many Acks; those of a window that grew, with none.
             free = self._window - len(self._in_flight) - self._reserved
             times_s = self._ack_times_s
-            since_s = times_s[-free] if 0 < free <= len(times_s) else -math.inf  # a credit of a window that grew
+            since_s = times_s[-free] if 0 < free <= len(times_s) else -math.inf
             self._reserved += 1
             held_s = max(0.0, since_s + self._hold_s - time.monotonic())
         if closed.wait(held_s):

@@ -79,17 +79,17 @@ def test_each_credit_is_held_back_from_its_own_ack_on(site, monkeypatch):
     try:
         closed = Closed()
         own._window = 3
-        own.wait_credit(closed)
-        assert due_s == [100.0]  # no Ack has freed it
-        batches = [own.make_batch(own.sampler.draw(threading.Event()))[0]]
-        for _ in range(2):
+        batches = []
+        for _ in range(3):
             own.wait_credit(closed)
             batches.append(own.make_batch(own.sampler.draw(threading.Event()))[0])
+        assert due_s == [100.0] * 3  # no Ack has freed them
         due_s.clear()
         priorities = np.ones(4, np.float32).tobytes()
         for batch, clock.now_s in zip(batches, (100.0, 100.1, 100.2)):
-            own.apply_ack(pb.Ack(sequence=batch.sequence, window=3, priorities=priorities, width=4, hold_s=0.25))
-            own.apply_ack(pb.Ack(sequence=batch.sequence, window=3, priorities=priorities, width=4, hold_s=0.25))
+            ack = pb.Ack(sequence=batch.sequence, window=3, priorities=priorities, width=4, hold_s=0.25)
+            own.apply_ack(ack)
+            own.apply_ack(ack)  # a repeated one gives no credit
         for _ in range(3):
             own.wait_credit(closed)
         assert due_s == pytest.approx([100.25, 100.35, 100.45])
