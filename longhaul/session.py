@@ -21,6 +21,7 @@ from longhaul.budget import Budget
 from longhaul.buffer import ReplaySampler, ReplayServer
 from longhaul.channel import PART_BYTES
 from longhaul.crossings import Crossings
+from longhaul.draw_pace import DrawPace
 from longhaul.errors import ConfigError, Stopped
 from longhaul.mirror import Mirror
 from longhaul.proto import longhaul_pb2 as pb
@@ -53,6 +54,7 @@ class _InFlight:
 
     def __init__(self, drawn: DrawnSamples):
         self.wire_bytes = 0
+        self.sent_age_s = 0.0  # from its draw to its sending
         self.keys = drawn.keys
         self.first = np.zeros(len(drawn.keys), np.bool_)
         self.drawn_time_s = drawn.drawn_time_s
@@ -98,6 +100,7 @@ class Session:
         self._ack_times_s: deque[float] = deque(maxlen=MAX_WINDOW)  # of the credits that came back last
         self._row_level = RowLevel(0)
         self.budget = Budget(0.0)
+        self.pace = DrawPace()
         self._next_audit_s = time.monotonic() + _AUDIT_PERIOD_S
         self._stream: Carrier | None = None
         self.heard_time_s = time.monotonic()
@@ -192,7 +195,9 @@ class Session:
             return
         if self._queue is None:
             self._apply_priorities(ack, batch)
-            self.priority_age_s = time.monotonic() - batch.drawn_time_s
+            applied_time_s = time.monotonic()
+            self.priority_age_s = applied_time_s - batch.drawn_time_s
+            self.pace.served(batch.sent_age_s + applied_time_s - acked_time_s)
         with self._lock:
             if self._in_flight.pop(ack.sequence, None) is not None:
                 self._ack_times_s.append(acked_time_s)
@@ -231,6 +236,25 @@ class Session:
         if closed.wait(held_s):
             raise Stopped("the stream was closed")
         return held_s
+
+    def wait_pace(self, closed: threading.Event) -> None:
+        """Waits until the site is through with enough of the draws before for the next one to begin now.
+
+        Raises:
+          Stopped: the stream was closed meanwhile.
+        """
+        if closed.wait(self.pace.wait_s(time.monotonic())):
+            raise Stopped("the stream was closed")
+        self.pace.drawn(time.monotonic())
+
+    def note_sent(self, sequence: int) -> float:
+        """Notes that a batch leaves; returns how long ago it was drawn, in seconds."""
+        with self._lock:
+            batch = self._in_flight.get(sequence)
+        if batch is None:
+            return 0.0
+        batch.sent_age_s = time.monotonic() - batch.drawn_time_s
+        return batch.sent_age_s
 
     def note_wait(self, waited_s: float, now_s: float) -> None:
         """Notes how long a batch had to wait for its credit."""
@@ -294,7 +318,6 @@ class Session:
             first_crossings=b"" if self._crossings is None else np.packbits(in_flight.first).tobytes(),
         )
         self._audit(message, drawn, placement.slots)
-        message.draw_age_s = time.monotonic() - drawn.drawn_time_s
         in_flight.wire_bytes = message.ByteSize() + max(0, len(rows) - self.part_bytes)
         return message, rows
 
@@ -348,4 +371,5 @@ def figures(session: Session | None) -> dict[str, Any]:
         "mirror_rows": len(session._mirror),
         "priority_age_s": session.priority_age_s,
         "row_level": session._row_level.level,
+        "draw_period_s": session.pace.period_s,
     }

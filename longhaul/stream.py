@@ -167,10 +167,9 @@ class Stream:
         try:
             while True:
                 message = self._messages.get()
-                began_s = time.monotonic()
                 self._session.budget.take(message.ByteSize(), self.closed)
                 if message.HasField("batch"):
-                    message.batch.draw_age_s += time.monotonic() - began_s
+                    message.batch.draw_age_s = self._session.note_sent(message.batch.sequence)
                 yield message
         except Stopped:
             pass
@@ -201,6 +200,7 @@ class Stream:
             # A batch that is drawn while others wait to be packed or sent only grows old.
             self._drawn.wait_until(0)
             self._messages.wait_until(1)
+            session.wait_pace(self.closed)
             began_s = time.monotonic()  # a credit that has waited here was not needed yet: no part of the service
             self._drawn.put((session.sampler.draw(self.closed), began_s, waited_s))
 

@@ -36,6 +36,7 @@ ORDER = [
         "crossings",
         "row_level",
         "window",
+        "draw_pace",
     ),
     *("inbox", "link_meter", "publisher", "background"),
     *("pacing", "row_ids", "probe"),

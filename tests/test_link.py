@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("reverb")
 
 from longhaul import buffer, session
-from longhaul.errors import DeadlineExceeded, MismatchError, Refused
+from longhaul.errors import DeadlineExceeded, MismatchError, Refused, Stopped
 from longhaul.gateway import Gateway
 from longhaul.link import LinkClient
 from longhaul.proto import longhaul_pb2 as pb
@@ -96,6 +96,55 @@ def test_each_credit_is_held_back_from_its_own_ack_on(site, monkeypatch):
     finally:
         monkeypatch.undo()
         own.close()
+
+
+def test_what_a_batch_spends_at_the_site_spaces_out_the_draws(site, monkeypatch):
+    _, gateway, _ = site
+    clock = types.SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    opened = pb.Open(batch_size=4, minibatches=1, cache_rows=2000)
+    own = session.Session(opened, gateway._table, gateway._rows, collections.Counter())
+    priorities = np.ones(4, np.float32).tobytes()
+    monkeypatch.setattr(session, "time", clock)
+
+    class Closed(threading.Event):
+        def wait(self, timeout=None):
+            clock.now_s += timeout
+            return False
+
+    def serve(count, period_s, at_site_s):
+        """Batches of a period, as drawn, sent and acknowledged; returns when the draws began."""
+        began_s = []
+        for number in range(count):
+            clock.now_s = max(clock.now_s, 1000.0 * count + number * period_s)
+            own.wait_credit(Closed())
+            own.wait_pace(Closed())
+            began_s.append(clock.now_s)
+            batch, _ = own.make_batch(own.sampler.draw(threading.Event()))
+            own._in_flight[batch.sequence].drawn_time_s = clock.now_s
+            clock.now_s += at_site_s
+            assert own.note_sent(batch.sequence) == pytest.approx(at_site_s)
+            clock.now_s += 0.05  # the path's, no part of it
+            own.apply_ack(pb.Ack(sequence=batch.sequence, window=1, priorities=priorities, width=4))
+            # Back in time: another batch is on its way meanwhile.
+            clock.now_s = began_s[-1]
+            own._ack_times_s.clear()
+        return np.array(began_s)
+
+    try:
+        own._window = 1
+        np.testing.assert_allclose(np.diff(serve(64, 0.01, 0.012)), 0.01)
+        assert session.figures(own)["draw_period_s"] == 0.0
+        assert np.diff(serve(640, 0.01, 0.024))[-100:].mean() == pytest.approx(0.016, rel=0.03)
+        assert session.figures(own)["draw_period_s"] == pytest.approx(0.016, rel=0.03)
+        assert own.note_sent(12_345) == 0.0  # rolled back meanwhile
+    finally:
+        monkeypatch.undo()
+        own.close()
+    closed = threading.Event()
+    closed.set()
+    with pytest.raises(Stopped):
+        own.pace.period_s = 30.0
+        own.wait_pace(closed)
 
 
 def test_acknowledged_priorities_change_what_is_drawn(site):
