@@ -39,7 +39,8 @@ from longhaul.site_client import SiteClient  # noqa: E402
 _WARM_S = 2.0
 _READY_S = 60.0
 TASKS = {"cartpole": cartpole, "breakout": breakout}
-_CHANGES = {"env.num_envs": 8, "actor.num_actors": 1, "metrics.period_s": 0.25}
+# Without a ratio: no learner comes that the actor should wait for.
+_CHANGES = {"env.num_envs": 8, "actor.num_actors": 1, "metrics.period_s": 0.25, "replay.samples_per_insert": 0.0}
 
 
 def make_config(task: str) -> config_dict.ConfigDict:

@@ -18,6 +18,7 @@ from longhaul import config as config_lib
 def get_config() -> config_dict.ConfigDict:
     config = config_lib.default()
     config.env.id = "CartPole-v1"
+    config.replay.samples_per_insert = 32.0
     config.learner.minibatches_per_pull = 8
     config.evaluation.target_return = 475.0
     return config

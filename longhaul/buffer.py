@@ -7,8 +7,8 @@ however many transitions refer to it, and take no part in a draw: with them in t
 of its time on moving rows that the learner already had.
 
 The table's limiter holds back samples only: the learner may draw at most `samples_per_insert` times what has
-been inserted. Inserts are never blocked by the table, since then an absent learner would stop a robot; actors
-that are ahead of a present learner are asked to wait by the gateway instead.
+been inserted. Inserts are never blocked by the table, since then a learner that is cut off would stop a robot; actors
+that are ahead of a present learner, or of the first one to come, are asked to wait by the gateway instead.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from reverb import pybind
 from reverb.cc import schema_pb2
 
 from longhaul.errors import ConfigError, Stopped, WorkerFailed
+from longhaul.initial_priority import InitialPriority
 from longhaul.records import step_dtype
 from longhaul.types import DrawnSamples, ExperienceSpec
 
@@ -111,8 +112,12 @@ class ReplayServer:
       port: to listen on, on every interface (Reverb knows no other way); 0 takes any.
       order: "priority": items are drawn by it, time after time; "arrival": a queue of replay.spool items, each drawn
         once, of which the oldest is dropped for one too many.
-
       checkpoints: where checkpoints go; a temporary folder, made by the first of them, if None.
+
+    Attributes:
+      port: listened on.
+      capacity: transitions held at most.
+      initial_priority: of new ones; whoever writes them asks it.
 
     Raises:
       ConfigError: the port is taken.
@@ -130,6 +135,7 @@ class ReplayServer:
         self.order = order
         queue = order == "arrival"
         self.capacity = int(replay.spool if queue else replay.capacity)
+        self.initial_priority = InitialPriority(replay)
         table = reverb.Table(
             TABLE,
             sampler=reverb.selectors.Fifo() if queue else reverb.selectors.Prioritized(replay.priority_exponent),
@@ -155,6 +161,7 @@ class ReplayServer:
           keys: uint64 [N].
           priorities: float64 [N], finite and not negative: Reverb takes +inf and then samples NaN for ever.
         """
+        self.initial_priority.note(priorities)
         self._client.mutate_priorities(TABLE, dict(zip(keys.tolist(), priorities.tolist())))
 
     def info(self) -> tuple[int, int, int]:

@@ -75,10 +75,11 @@ def default() -> config_dict.ConfigDict:
             min_size=1_000,  # transitions before the first sample
             priority_exponent=0.6,  # alpha
             priority_epsilon=1e-3,  # added to |TD error|
+            initial_priority="td_error",  # of a new transition: the actor's, or "max": the highest given so far
             beta_start=0.4,  # importance-weight exponent at the first update
             beta_end=1.0,
             beta_updates=100_000,  # updates over which beta goes from start to end
-            samples_per_insert=8.0,  # samples the learner may draw per transition inserted; 0: no limit
+            samples_per_insert=8.0,  # samples drawn per transition inserted; who is ahead waits; 0: nobody waits
             error_buffer=0.1,  # how far either side may run ahead, as a share of min_size (in inserts)
             spool=2_000,  # transitions waiting at a site that forwards in order of arrival; the oldest are dropped
         ),
@@ -190,6 +191,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "replay.min_size": (_positive, "at least 1"),
     "replay.priority_exponent": (_unit, "from 0 to 1"),
     "replay.priority_epsilon": (_positive, "more than 0, or a transition with no error is never drawn again"),
+    "replay.initial_priority": (_one_of("td_error", "max"), "'td_error' or 'max'"),
     "replay.beta_start": (_unit, "from 0 to 1"),
     "replay.beta_end": (_unit, "from 0 to 1"),
     "replay.beta_updates": (_positive, "at least 1"),

@@ -253,15 +253,19 @@ class Gateway:
                 continue
             self._size_inserts_samples = (size, inserts, samples)
             current = self._session
-            present = False
+            # Before the first learner they wait too, with what it needs to begin: all that they did at random until
+            # it comes would crowd out what it teaches them. What they do on weights that one left is worth having.
+            waited_for = current is None and not self._accounts.learned
             if current is not None:
                 current.table_figures = (inserts, samples)
-                present = current.connected and time.monotonic() - current.heard_time_s < _LEARNER_AWAY_S
+                waited_for = current.connected and time.monotonic() - current.heard_time_s < _LEARNER_AWAY_S
             ahead = ratio * inserts - samples if ratio else 0.0
-            if not present:
+            if not waited_for:
                 # What is inserted while no learner draws is not held against the actors afterwards.
                 self._ahead_base = max(self._ahead_base, ahead - allowed)
-            self._pause = present and ahead - self._ahead_base > allowed
+            before, self._pause = self._pause, waited_for and ahead - self._ahead_base > allowed
+            if self._pause and not before and current is None:
+                logging.info("the actors wait for a learner, with %d transitions for it to begin with", size)
 
 
 class _Service(rpc.GatewayServicer):

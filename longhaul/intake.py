@@ -30,9 +30,14 @@ class _Account:
 
 
 class Accounts:
-    """The accounts of all actors, by the random number that each gives itself. Thread-safe."""
+    """The accounts of all actors, by the random number that each gives itself. Thread-safe.
+
+    Attributes:
+      learned: whether any of them has acted on a learner's weights.
+    """
 
     def __init__(self) -> None:
+        self.learned = False
         self._lock = threading.Lock()
         self._accounts: OrderedDict[int, _Account] = OrderedDict()
 
@@ -70,8 +75,10 @@ class Intake:
         self._spec = table.spec
         self._rows = rows
         self._feed = rows.open(first.streams, first.keep_rows, MOST_TRANSITIONS)
+        self._accounts = accounts
         self._account = accounts.of(first.writer_id)
         self._items = ItemWriter(table)
+        self._initial_priority = table.initial_priority
         self._gone = gone
 
     def take(self, request: pb.InsertRequest) -> pb.InsertResponse:
@@ -90,11 +97,14 @@ class Intake:
         self._feed.put(np.frombuffer(request.places, "<i4").tolist(), list(request.cells))
         if not self._rows.holds(np.unique(records["step"]["row_ids"]).tolist()):
             raise Corruption("a transition refers to rows that have not come")
+        if records["step"]["policy_version"].any():  # else random weights
+            self._accounts.learned = True
         account = self._account
         with account.lock:
             new = records[max(0, account.written - request.first_transition) :]
             steps = new["step"].copy().view(np.uint8).reshape(len(new), new["step"].itemsize)
-            for count, (step, priority) in enumerate(zip(steps, new["priority"].tolist()), 1):
+            priorities = self._initial_priority.of(new["priority"]).tolist()
+            for count, (step, priority) in enumerate(zip(steps, priorities), 1):
                 self._items.write(step, priority)
                 if count % _UNCONFIRMED == 0:
                     self._flush(_UNCONFIRMED // 2)

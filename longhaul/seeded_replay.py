@@ -17,6 +17,7 @@ import numpy as np
 
 from longhaul import codec
 from longhaul.errors import LonghaulError
+from longhaul.initial_priority import InitialPriority
 from longhaul.types import DrawnSamples, ExperienceSpec, NStepTransition
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -101,6 +102,7 @@ class SeededReplay:
         self._exponent, self._ratio = float(replay.priority_exponent), float(replay.samples_per_insert)
         self._rng = np.random.default_rng(seed)
         self._tree = SumTree(self._capacity)
+        self._initial_priority = InitialPriority(replay)
         # By slot; the item of key k, counted from 0, stands in slot k % capacity.
         self._row_ids = np.zeros((self._capacity, 2 * spec.stack), np.int64)
         self._actions = np.zeros(self._capacity, np.int32)
@@ -168,7 +170,7 @@ class SeededReplay:
         self._row_ids[slot] = row_ids
         self._actions[slot], self._returns[slot], self._discounts[slot] = t.action, t.n_step_return, t.discount
         self._versions[slot] = policy_version
-        self._set(np.array([slot]), np.array([priority]))
+        self._set(np.array([slot]), self._initial_priority.of(np.array([priority])))
         self.inserts += 1
         self.counters["written_items"] += 1
         return True
@@ -210,6 +212,7 @@ class SeededReplay:
 
     def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
         """Sets priorities by key, uint64 [N] and float64 [N]; keys no longer in the table are passed over."""
+        self._initial_priority.note(priorities)
         held = keys.astype(np.int64) >= self.inserts - self._capacity
         self._set(keys[held].astype(np.int64) % self._capacity, priorities[held])
 

@@ -37,8 +37,9 @@ def rows_of(row_ids: np.ndarray, spec: ExperienceSpec) -> np.ndarray:
 class Writer:
     """Fills a site with the oracle's transitions: each says in its return which it is."""
 
-    def __init__(self, site: SiteClient, spec: ExperienceSpec = SPEC, priority=lambda t: 1.0):
+    def __init__(self, site: SiteClient, spec: ExperienceSpec = SPEC, priority=lambda t: 1.0, policy_version=7):
         self.spec = spec
+        self._policy_version = policy_version
         self._priority = priority
         site.announce(spec)
         self._writer = Inserter(site, spec, 1, 16, 256, 5.0)
@@ -53,7 +54,7 @@ class Writer:
                 self._writer.add_row(0, self._next, rows_of(self._next, spec))
                 self._next += 1
             t = self._next - 1 - spec.n_step
-            assert self._writer.add_transition(0, self.transition(t), 7, self._priority(t))
+            assert self._writer.add_transition(0, self.transition(t), self._policy_version, self._priority(t))
             self._writer.add_row(0, self._next, rows_of(self._next, spec))
             self._next += 1
 

@@ -155,6 +155,19 @@ def test_a_draw_waits_for_min_size_and_then_for_its_inserts():
     assert replay.may_draw
 
 
+def test_a_transition_may_enter_with_the_highest_priority_so_far():
+    replay = make_replay(capacity=4, priority_exponent=1.0, initial_priority="max")
+    fill(replay, [0.1, 0.2])
+    replay.update_priorities(np.array([0, 1], np.uint64), np.array([0.25, 3.0]))
+    fill(replay, [0.1])
+    drawn = replay.draw(200)
+    assert dict(zip(drawn.keys.tolist(), drawn.priorities.tolist())) == {0: 0.25, 1: 3.0, 2: 3.0}
+    replay.update_priorities(np.array([1], np.uint64), np.array([0.5]))
+    fill(replay, [0.1])
+    drawn = replay.draw(200)
+    assert dict(zip(drawn.keys.tolist(), drawn.priorities.tolist())) == {0: 0.25, 1: 0.5, 2: 3.0, 3: 3.0}
+
+
 def test_what_is_not_finite_is_refused_and_an_unknown_row_is_an_error():
     replay = make_replay()
     fill(replay, [1.0, np.nan, np.inf, -1.0])

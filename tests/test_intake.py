@@ -21,8 +21,8 @@ RECORDS = RecordPacker(SPEC.stack)
 
 
 class Site:
-    def __init__(self):
-        self.table = buffer.ReplayServer(SPEC, small_config(capacity=1000).replay)
+    def __init__(self, **replay):
+        self.table = buffer.ReplayServer(SPEC, small_config(capacity=1000, **replay).replay)
         self.rows = RowStore(1000, SPEC.row_bytes, SPEC.rows_per_item)
         self.accounts = intake.Accounts()
         self.gone = threading.Event()
@@ -68,6 +68,30 @@ def test_an_answer_means_that_all_is_in_the_replay(site):
         answer = taking.take(_message(3 * number, [_record(number)] * 3, [number + 2]))
         assert answer.written == 3 * (number + 1) == site.table.info()[1]
     taking.close()
+
+
+def test_a_transition_enters_with_its_actors_priority_or_with_the_highest_so_far():
+    def priorities(**replay):
+        """Of transitions 0 and 1, then, after the learner gave the first one 5 and the second one 2, of number 2."""
+        site = Site(**replay)
+        try:
+            taking = site.connect()
+            taking.take(_message(0, [_record(0, priority=0.25), _record(1, priority=0.5)], range(3)))
+            sampler = buffer.ReplaySampler(site.table, 64, ahead=1)
+            drawn = sampler.draw(threading.Event())
+            before = dict(zip(drawn.returns.tolist(), drawn.priorities.tolist()))
+            keys = dict(zip(drawn.returns.tolist(), drawn.keys.tolist()))
+            site.table.update_priorities(np.array([keys[0.0], keys[1.0]], np.uint64), np.array([5.0, 2.0]))
+            taking.take(_message(2, [_record(2, priority=0.75)], [3]))
+            taking.close()
+            sampler.draw(threading.Event())  # some of it drawn ahead
+            drawn = sampler.draw(threading.Event())
+            return before, dict(zip(drawn.returns.tolist(), drawn.priorities.tolist()))
+        finally:
+            site.table.stop()
+
+    assert priorities() == ({0.0: 0.25, 1.0: 0.5}, {0.0: 5.0, 1.0: 2.0, 2.0: 0.75})
+    assert priorities(initial_priority="max") == ({0.0: 1.0, 1.0: 1.0}, {0.0: 5.0, 1.0: 2.0, 2.0: 5.0})
 
 
 def test_what_is_sent_again_after_a_cut_is_written_once(site):
@@ -141,6 +165,16 @@ def test_an_actor_that_is_gone_is_not_waited_for(site, monkeypatch):
     site.gone.set()
     with pytest.raises(Stopped):
         taking.take(_message(0, [_record(0)]))
+
+
+def test_it_is_seen_whether_an_actor_has_a_learners_weights(site):
+    taking = site.connect()
+    data = RECORDS.pack(NStepTransition((0, 0), (0, 1), 1, 0.0, 0.9), 0, 1.0)
+    taking.take(_message(0, [data], [0, 1]))
+    assert not site.accounts.learned  # version 0: random ones
+    taking.take(_message(1, [_record(1)], [2]))
+    assert site.accounts.learned
+    taking.close()
 
 
 def test_accounts_are_kept_of_the_last_actors_only(monkeypatch):

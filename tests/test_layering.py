@@ -32,6 +32,7 @@ ORDER = [
         "relay",
         "snapshots",
         "arrival",
+        "initial_priority",
         "mirror",
         "crossings",
         "row_level",

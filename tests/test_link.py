@@ -384,22 +384,54 @@ def test_weights_reach_every_site_peer_newest_first(site):
         peer.close()
 
 
-def test_actors_are_asked_to_wait_only_while_a_learner_is_there():
+def test_actors_are_asked_to_wait_for_the_first_learner_and_for_one_that_is_there_and_behind():
     c = small_config(samples_per_insert=4.0, min_size=100, error_buffer=0.1)
     with running(c) as (gateway, client):
-        writer = Writer(client)
+        writer = Writer(client, policy_version=0)
         client.start()
-        writer.write(500)
+        writer.write(100)  # all that it needs to begin; a tenth more is the error buffer
         time.sleep(0.5)
         assert not client.paused
+        writer.write(20)
+        eventually(lambda: client.paused)
         with linked(f"127.0.0.1:{gateway.port}", c) as link:
-            CheckingLearner(link, 2000).step()
-            time.sleep(0.5)
-            # What came before the learner is not held against the actors.
-            assert not client.paused
+            learner = CheckingLearner(link, 2000)
+            for _ in range(5):  # 4 * 120 - 80 is what it needed to begin
+                learner.step()
+            eventually(lambda: not client.paused)
             writer.write(200)
             eventually(lambda: client.paused)
-        eventually(lambda: not client.paused)
+        eventually(lambda: not client.paused)  # one that has been there and is cut off stops no robot
+        writer.write(2000)
+        time.sleep(0.5)
+        assert not client.paused
+        with linked(f"127.0.0.1:{gateway.port}", c, epoch=2) as link:
+            CheckingLearner(link, 2000).step()
+            time.sleep(0.5)
+            assert not client.paused  # what came in its absence is not held against them
+        writer.close()
+
+
+def test_a_restarted_site_does_not_hold_actors_that_have_a_learners_weights():
+    c = small_config(samples_per_insert=4.0, min_size=100, error_buffer=0.1)
+    with running(c) as (gateway, client):
+        writer = Writer(client, policy_version=7)
+        client.start()
+        writer.write(500)
+        eventually(lambda: gateway.read_stats()["inserts"] == 500)
+        time.sleep(0.5)
+        assert not client.paused
+        writer.close()
+
+
+def test_without_a_ratio_actors_wait_for_nobody():
+    with running(small_config(samples_per_insert=0.0, min_size=100)) as (gateway, client):
+        writer = Writer(client, policy_version=0)
+        client.start()
+        writer.write(500)
+        eventually(lambda: gateway.read_stats()["inserts"] == 500)
+        time.sleep(0.5)
+        assert not client.paused
         writer.close()
 
 
