@@ -115,6 +115,8 @@ class ReplayServer:
       checkpoints: where checkpoints go; a temporary folder, made by the first of them, if None.
 
     Attributes:
+      spec: as given.
+      order: as given.
       port: listened on.
       capacity: transitions held at most.
       initial_priority: of new ones; whoever writes them asks it.

@@ -1,5 +1,6 @@
 """The priority that a transition enters the replay with, as config.replay.initial_priority says."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ class InitialPriority:
 
     def __init__(self, replay: Any):
         self._highest = 1.0 if replay.initial_priority == "max" else None
+        self._lock = threading.Lock()
 
     def of(self, given: np.ndarray) -> np.ndarray:
         """Returns the priorities float64 [N] of new transitions, from those that their actors gave them."""
@@ -25,4 +27,5 @@ class InitialPriority:
     def note(self, priorities: np.ndarray) -> None:
         """Takes note of what the learner gave, float64 [N], finite."""
         if self._highest is not None:
-            self._highest = max(self._highest, float(priorities.max(initial=0.0)))
+            with self._lock:
+                self._highest = max(self._highest, float(priorities.max(initial=0.0)))
