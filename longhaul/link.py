@@ -328,7 +328,7 @@ class LinkClient:
                     self._confirm(message.acked_sequence)
                     self.meter.batch(message)
                     worked_s = message.service_s + time.monotonic() - started_s
-                    self.window.arrived(worked_s, message.credit_wait_s)
+                    self.window.arrived(worked_s, message.credit_wait_s, message.priority_age_s)
 
     def _resume(self, opened: pb.Opened, requests: "queue.SimpleQueue[pb.SampleRequest | None]") -> None:
         """Takes the stream into use: sends again what may be lost, or begins anew with a gateway that forgot us."""

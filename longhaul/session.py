@@ -195,9 +195,8 @@ class Session:
             return
         if self._queue is None:
             self._apply_priorities(ack, batch)
-            applied_time_s = time.monotonic()
-            self.priority_age_s = applied_time_s - batch.drawn_time_s
-            self.pace.served(batch.sent_age_s + applied_time_s - acked_time_s)
+            self.pace.served(batch.sent_age_s + time.monotonic() - acked_time_s)
+        self.priority_age_s = time.monotonic() - batch.drawn_time_s
         with self._lock:
             if self._in_flight.pop(ack.sequence, None) is not None:
                 self._ack_times_s.append(acked_time_s)

@@ -4,9 +4,11 @@ By Little's law a learner that consumes r batches a second over a path that take
 to its batch's arrival keeps r*T batches in flight; one more covers the batch being trained on. More would not be
 faster, only drawn earlier, on older priorities.
 
-T is known in parts only: the round trip and both ends' work are measured, what waits in their queues is not. So where
-both ends wait for each other, the learner for batches and the gateway for credits, the window is tried larger, and kept
-so if more gets through; where either end has had no time to wait for long, it shrinks back to what is measured.
+T is known in parts only: the round trip and both ends' work are measured; what waits in queues, or behind a packet that
+is sent again, is not. So where both ends wait for each other, the learner for batches and the gateway for credits, the
+window is tried larger, and kept so if more gets through: surely more, or a little more and nothing older, since a batch
+too many waits for a whole period somewhere and one that fills a gap does not. Where either end has had no time to wait
+for long, the window shrinks back to what is measured.
 
 A window is a whole number, the link is not: batches that the rounding brings too early would wait at the learner,
 growing old. So each credit tells the gateway how long to hold the next draw back, just so long that batches still
@@ -24,9 +26,11 @@ _HORIZON_S = 2.0  # rates are over the last seconds
 _FIRST = 2
 _WAITING_SHARE = 0.05  # of the time: an end that waits more could do more
 # A window that is too small lets through more in proportion to what is added to it, one that is not, nothing more: so
-# much of that proportion must be seen for an addition to be kept.
+# much of that proportion must be seen for an addition to be kept, over the best that was seen before ...
 _GAIN_SHARE = 0.5
-_STEP_DIVISOR = 8  # a try adds one batch to small windows, and an eighth to large ones
+_YOUNG_GAIN_SHARE = 0.2  # ... and so much, over the median, of one that makes batches older ...
+_WAIT_SHARE = 0.5  # ... by less than so much of its own periods
+_STEP_DIVISOR = 8  # a try adds one batch to small windows, an eighth to large ones, twice that after one that was kept
 _TRY_RETUNES = 3  # before a try is judged: rates look back over the horizon
 _REST_RETUNES = 10  # after a try that did not help
 _CALM_RETUNES = 20  # without need before it is given back; until then the hold keeps priorities fresh
@@ -34,7 +38,7 @@ _HOLD_STEP = 0.25  # of the time that all batches of a period had to spare
 _LEAST_SPARE_S = 0.004  # kept for jitter
 _SPARE_SHARE = 0.2  # likewise, of the time between batches
 _LATE_SHARE = 0.2  # of the batches may come later than that: a path that stalls once in a while must not cost freshness
-_MOST_SPARES = 4096  # between two retunes; in an outage there are none
+_MOST_NOTES = 4096  # between two retunes; in an outage there are none
 _WAIT_RETUNES = 5  # over which waiting is looked at: likewise
 
 
@@ -62,12 +66,16 @@ class Window:
         self._retuned_s = time.monotonic()
         self._extra = 0  # beyond what is measured
         self._rate_needed = 0.0  # for the try to be kept
+        self._rate_needed_young = 0.0  # likewise, where batches are not much older than
+        self._age_before_s = 0.0
+        self._new_ages_s: deque[float] = deque(maxlen=_MOST_NOTES)  # since `retune`
+        self._ages_s: deque[float] = deque(maxlen=_REST_RETUNES)  # their medians
         self._rates: deque[float] = deque(maxlen=_REST_RETUNES)
         self._step = 0
         self._trying = 0
         self._rest = 0
         self._calm = 0
-        self._spares: deque[float] = deque(maxlen=_MOST_SPARES)  # since `retune`
+        self._spares: deque[float] = deque(maxlen=_MOST_NOTES)  # since `retune`
         self._spares_before: list[float] = []  # of the retune before
         self.hold_s = 0.0
         self.size = min(_FIRST, largest)
@@ -79,14 +87,16 @@ class Window:
             while len(self._consumed) > 2 and self._consumed[0] < now_s - _HORIZON_S:
                 self._consumed.popleft()
 
-    def arrived(self, service_s: float, credit_wait_s: float = 0.0) -> None:
+    def arrived(self, service_s: float, credit_wait_s: float = 0.0, age_s: float = 0.0) -> None:
         """Notes how long both ends worked on a batch, from its draw to its delivery, the path left out.
 
         Args:
           service_s: that time.
           credit_wait_s: how long the gateway waited for the credit.
+          age_s: of the batch whose Ack the gateway had last, from its draw to its priorities' being applied.
         """
         with self._lock:
+            self._new_ages_s.append(age_s)
             self._service_s.append(service_s)
             self._gateway_waited_s += credit_wait_s
 
@@ -146,23 +156,31 @@ class Window:
     def _try_extra(self, both_wait: bool, rate: float) -> None:
         """Moves the part of the window that is found by trying."""
         self._rates.append(rate)
+        self._ages_s.append(statistics.median(self._new_ages_s or [0.0]))
+        self._new_ages_s.clear()
         self._calm = 0 if both_wait else self._calm + 1
         if self._trying > 0:
             self._trying -= 1
-            if self._trying == 0 and rate < self._rate_needed:
+            older = self._ages_s[-1] > self._age_before_s + _WAIT_SHARE * self._step / rate
+            needed = self._rate_needed if older else self._rate_needed_young
+            if self._trying == 0 and rate < needed:
                 self._extra = max(0, self._extra - self._step)
+                self._step = 0
                 self._rest = _REST_RETUNES
         elif self._rest > 0:
             self._rest -= 1
         elif both_wait and self.size < self._largest:
-            self._step = max(1, self.size // _STEP_DIVISOR)
+            self._step = max(1, self.size // _STEP_DIVISOR, min(2 * self._step, self.size // 2))
             self._extra += self._step
             # Not the rate of a stall, beside which anything looks good.
-            self._rate_needed = (1.0 + _GAIN_SHARE * self._step / self.size) * max(self._rates)
+            share = self._step / self.size
+            self._rate_needed = (1.0 + _GAIN_SHARE * share) * max(self._rates)
+            self._rate_needed_young = (1.0 + _YOUNG_GAIN_SHARE * share) * statistics.median(self._rates)
+            self._age_before_s = statistics.median(self._ages_s)
             self._trying = _TRY_RETUNES
         elif self._calm >= _CALM_RETUNES:
             self._extra = max(0, self._extra - 1)
-            self._calm = 0
+            self._calm, self._step = 0, 0
 
     def figures(self) -> dict[str, float]:
         """Returns window and the share of time since the last call that the learner waited for batches."""

@@ -5,11 +5,18 @@ import pytest
 from longhaul.window import Window
 
 
-def _fed(window: Window, batches_per_s: float, service_s: float, seconds: float = 5.0, start_s: float = 0.0) -> Window:
+def _fed(
+    window: Window,
+    batches_per_s: float,
+    service_s: float,
+    seconds: float = 5.0,
+    start_s: float = 0.0,
+    age_s: float = 0.0,
+) -> Window:
     count = int(batches_per_s * seconds)
     for i in range(count + 1):
         window.consumed(start_s + i / batches_per_s)
-        window.arrived(service_s)
+        window.arrived(service_s, age_s=age_s)
     return window
 
 
@@ -71,15 +78,43 @@ def test_where_both_ends_wait_it_grows_while_that_helps_and_no_further():
     assert max(sizes) <= 9 and sum(sizes[-40:]) / 40 >= 6
 
 
-def test_a_try_that_lets_nothing_more_through_is_taken_back():
+def test_a_try_that_only_makes_batches_wait_is_taken_back():
+    """A path of 10 batches a second and 50 ms, where each batch too many waits 100 ms."""
     window, now_s = Window(64), 0.0
     for _ in range(40):
-        _fed(window, 10.0, 0.01, seconds=4.0, start_s=now_s)
+        _fed(window, 10.0, 0.01, seconds=4.0, start_s=now_s, age_s=max(0.06, window.size / 10))
         now_s += 5.0
         window.starved(1.0)
         window.arrived(0.01, credit_wait_s=1.0)
         window.retune(0.05, window._retuned_s + 2.0)
         assert window.size <= 3  # ceil(10 * 0.06) + 1, and one tried
+
+
+def test_a_try_that_makes_nothing_older_is_kept_though_its_gain_is_no_more_than_the_noise():
+    """A path that halts now and then, whose rate varies by more than one batch more in flight can add."""
+    window, now_s, sizes = Window(64), 0.0, []
+    for second in range(60):
+        full = window.size >= 12
+        rate = min(40.0, 12.0 + 2.3 * window.size) * (1.0, 0.95, 0.98)[second % 3]
+        _fed(window, rate, 0.03, seconds=4.0, start_s=now_s, age_s=0.08 + 0.004 * (second % 3))
+        now_s += 5.0
+        window.starved(1.0)
+        window.arrived(0.03, credit_wait_s=0.0 if full else 1.0)
+        window.retune(0.05, window._retuned_s + 2.0)
+        sizes.append(window.size)
+    assert min(sizes[-20:]) >= 11 and max(sizes) <= 16
+
+
+def test_a_try_that_costs_rate_is_taken_back():
+    window, now_s = Window(64), 0.0
+    for _ in range(40):
+        rate = 40.0 if window.size <= 5 else 30.0
+        _fed(window, rate, 0.03, seconds=4.0, start_s=now_s)
+        now_s += 5.0
+        window.starved(1.0)
+        window.arrived(0.03, credit_wait_s=1.0)
+        window.retune(0.05, window._retuned_s + 2.0)
+        assert window.size <= 7
 
 
 def _learn(window: Window, rate: float, turnaround_s: float, seconds: int) -> list[float]:
