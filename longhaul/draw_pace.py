@@ -3,9 +3,9 @@
 A learner that waits for batches asks for all that the site's processors can do. Then draws, packing and applying
 wait for each other, and little more gets through than a little below that, all of it older. So draws are spaced out,
 until what a batch spends at the site, from its draw to its sending and from its Ack to its priorities' being applied,
-is no more than its share of the time between two draws, or so little that it is no queue. Where a budget or a full link
-lets less through, batches would wait for that; then draws are spaced out to what it lets through. Where the learner is
-slower nothing is held back: then there are no such queues.
+is no more than its share of the time between two draws, or so little that it is no queue. What waits for a budget waits
+at the site too, so draws are spaced out to what that lets through; what waits in a link that is full is not seen here.
+Where the learner is slower nothing is held back: then there are no such queues.
 """
 
 import statistics

@@ -66,7 +66,7 @@ class Window:
         self._retuned_s = time.monotonic()
         self._extra = 0  # beyond what is measured
         self._rate_needed = 0.0  # for the try to be kept
-        self._rate_needed_young = 0.0  # likewise, where batches are not much older than
+        self._rate_needed_young = 0.0  # likewise, if batches are not much older than before
         self._age_before_s = 0.0
         self._new_ages_s: deque[float] = deque(maxlen=_MOST_NOTES)  # since `retune`
         self._ages_s: deque[float] = deque(maxlen=_REST_RETUNES)  # their medians

@@ -90,6 +90,19 @@ def test_a_try_that_only_makes_batches_wait_is_taken_back():
         assert window.size <= 3  # ceil(10 * 0.06) + 1, and one tried
 
 
+def test_a_small_gain_does_not_keep_a_try_that_makes_batches_older():
+    """The same path, whose rate happens to rise a little with each try and to fall afterwards."""
+    window, now_s = Window(64), 0.0
+    for _ in range(60):
+        rate = 11.0 if window._trying else 10.0
+        _fed(window, rate, 0.01, seconds=4.0, start_s=now_s, age_s=max(0.06, window.size / 10))
+        now_s += 5.0
+        window.starved(1.0)
+        window.arrived(0.01, credit_wait_s=1.0)
+        window.retune(0.05, window._retuned_s + 2.0)
+        assert window.size <= 3
+
+
 def test_a_try_that_makes_nothing_older_is_kept_though_its_gain_is_no_more_than_the_noise():
     """A path that halts now and then, whose rate varies by more than one batch more in flight can add."""
     window, now_s, sizes = Window(64), 0.0, []
