@@ -176,7 +176,7 @@ class Plan:
             "learner.updates_per_s": updates_per_s,
             "learner.max_updates": 10**9,
             "learner.minibatches_per_pull": min(
-                config.learner.minibatches_per_pull, max(1, int(updates_per_s / _PULLS_PER_S))
+                config.learner.minibatches_per_pull, max(1, int(updates_per_s / self._each_draw() / _PULLS_PER_S))
             ),
             "learner.publish_period_updates": max(1, round(_PUBLISH_PERIOD_S * updates_per_s)),
             "link.experiences_per_s": experiences_per_s,
@@ -188,6 +188,14 @@ class Plan:
         }
         given = {word.lstrip("-").split("=")[0] for word in command_line.config_arguments(sys.argv)}
         return {name: value for name, value in found.items() if name not in _YIELD or f"config.{name}" not in given}
+
+    def _each_draw(self) -> float:
+        """Returns how many updates each draw is trained on in, that which crosses and those from what is held."""
+        return 1.0 + self.config.learner.reuse
+
+    def updates(self, draws_per_s: float) -> float:
+        """Returns the updates/s of both sides, as the user has set them or from the draws that cross."""
+        return self.updates_per_s or float(f"{draws_per_s * self._each_draw() / self.config.learner.batch_size:.4g}")
 
     def words(self, updates_per_s: float, experiences_per_s: float) -> tuple[str, ...]:
         """Returns the words of a run's command line that make its configuration."""
@@ -231,9 +239,10 @@ class Plan:
         if budget == "experiences":
             drawn = cap = _round(min(quarter, drawn))
             why = "the cap on experiences/s over the batch size"
-        updates = self.updates_per_s or float(f"{drawn / self.config.learner.batch_size:.4g}")
+        if self.config.learner.reuse:
+            why += f", times {self._each_draw():g}, for config.learner.reuse"
         derivation = "as --updates_per_s says" if self.updates_per_s else why
-        return Condition((setting, budget), link, rate, cap, updates, derivation)
+        return Condition((setting, budget), link, rate, cap, self.updates(drawn), derivation)
 
 
 def _round(value: float) -> float:
@@ -246,7 +255,7 @@ def calibrate(plan: Plan, seconds: float, parallel: int, signals: workers.StopSi
     The proposed side draws an eighth of what is produced: the fewer the draws, the fewer find their rows in the cache,
     and setting a's draws, less than a quarter, must fit the link.
     """
-    updates = _round(plan.updates_per_s or _QUARTER / 2 * plan.steps_per_s / plan.config.learner.batch_size)
+    updates = plan.updates(_QUARTER / 2 * plan.steps_per_s)
     words = plan.words(updates, 0.0)
     runs = [
         Trial(

@@ -149,11 +149,12 @@ class _Run:
         port = f"--port={address.rpartition(':')[2]}"
         self._start(children, "cloud_buffer", "buffer", port, workdir=cloud, outlives_others=True)
         self._start(children, "forwarder", "forward", *to_site, f"--cloud_gateway={address}")
-        # What the learner draws does not cross the link here: cap and score are the forwarder's.
+        # What the learner draws does not cross the link here: cap and score are the forwarder's, reuse saves nothing.
         return [
             f"--gateway={address}",
             "--config.link.experiences_per_s=0.0",
             "--config.metrics.score_transfers=False",
+            "--config.learner.reuse=0.0",
         ]
 
     def _start(self, children: workers.Supervisor, name: str, role: str, *arguments: str, **options: Any) -> None:

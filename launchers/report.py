@@ -66,6 +66,8 @@ DIFFERENCES = (
     "replay is on the learner's host (existing).",
     "What is trained on through an outage: what the learner's row cache holds, at most config.learner.outage_draws "
     "transitions for each that has crossed (proposed); the replay beside the learner (existing).",
+    "What is trained on besides the draws that cross, config.learner.reuse times as much: what the learner's row cache "
+    "holds, by the priorities that training there gave last (proposed); the replay beside the learner (existing).",
     "How many transitions cross in one message: a learner's batch (proposed); at least 256 (existing), for those that "
     "follow each other share rows, and a queue has no freshness to lose.",
     "The first experience is trained on earlier where it need not cross first. Time, steps and bytes count from the "

@@ -95,6 +95,7 @@ def default() -> config_dict.ConfigDict:
             updates_per_s=0.0,  # at most; 0: as many as it can
             publish_period_updates=100,  # between publications of weights
             cache_bytes=256 * 2**20,  # device memory for cached rows, on each device
+            reuse=0.0,  # updates on what the cache holds, per update on what has just crossed
             outage_draws=4.0,  # transitions drawn from the cache in outages, per one that crossed, at most; 0: wait
             devices=1,  # local devices that share out each minibatch, which must divide; 0: all there are
             checkpoint_period_s=60.0,
@@ -209,6 +210,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "learner.updates_per_s": (_not_negative, "0 (as many as it can) or more"),
     "learner.publish_period_updates": (_positive, "at least 1"),
     "learner.cache_bytes": (_positive, "at least 1"),
+    "learner.reuse": (_not_negative, "0 (train on each batch as it comes, and no more) or more"),
     "learner.outage_draws": (_not_negative, "0 (wait for the link) or more"),
     "learner.devices": (_not_negative, "0 (all local ones) or more"),
     "learner.checkpoint_period_s": (_positive, "more than 0"),

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import config_dict
 
+from longhaul import codec
 from longhaul.errors import ConfigError
 from longhaul.networks import QNetwork, init_params
 from longhaul.types import ExperienceSpec
@@ -91,6 +92,20 @@ def _bytes(tree: Any) -> int:
 def weights_shapes(network: QNetwork, spec: ExperienceSpec) -> Any:
     """Returns the weights' shapes and dtypes; allocates nothing."""
     return jax.eval_shape(lambda: init_params(network, spec, 0))
+
+
+def check_weights_size(shapes: Any) -> None:
+    """Refuses a network whose weights no gateway would take.
+
+    Raises:
+      ConfigError: they are too large.
+    """
+    size = sum(leaf.size for leaf in jax.tree_util.tree_leaves(shapes)) * _WORD_BYTES
+    if size > codec.MAX_WEIGHTS_BYTES:
+        raise ConfigError(
+            f"the network's weights are {size} bytes, and at most {codec.MAX_WEIGHTS_BYTES} are sent: make "
+            "config.agent.hidden smaller"
+        )
 
 
 def measure(

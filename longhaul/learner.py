@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import config_dict
 
-from longhaul import checkpoints, codec, device_cache, devices, dqn, networks, pacing, scoring, train_step
+from longhaul import checkpoints, device_cache, devices, dqn, networks, pacing, scoring, train_step
 from longhaul.background import NewestOnly
-from longhaul.errors import ConfigError, LonghaulError, Stopped, WorkerFailed
+from longhaul.errors import LonghaulError, Stopped, WorkerFailed
 from longhaul.metrics import MetricsWriter
-from longhaul.reserve import Reserve
-from longhaul.types import AUDITED_ROWS, Batch, ExperienceSpec, Params
+from longhaul.reserve import Allowance, Reserve
+from longhaul.types import AUDITED_ROWS, Batch, ExperienceSpec
 from longhaul.weights_publisher import WeightsPublisher
 
 # Longest wait for a batch before the loop looks after its other duties.
@@ -41,16 +41,6 @@ class _InFlight(NamedTuple):
     stamp: int = 0  # of its rows, see Reserve
     places: np.ndarray | None = None  # in the reserve
     scores: jax.Array | None = None  # see Learner._score_on_arrival
-
-
-def _check_weights_size(params: Params) -> None:
-    """Refuses a network whose weights no gateway would take."""
-    size = sum(leaf.size for leaf in jax.tree_util.tree_leaves(params)) * 4
-    if size > codec.MAX_WEIGHTS_BYTES:
-        raise ConfigError(
-            f"the network's weights are {size} bytes, and at most {codec.MAX_WEIGHTS_BYTES} are sent: make "
-            "config.agent.hidden smaller"
-        )
 
 
 class _Tally:
@@ -136,7 +126,7 @@ class Learner:
         network = networks.make_network(spec, config)
         optimizer = dqn.make_optimizer(config)
         shapes = devices.weights_shapes(network, spec)
-        _check_weights_size(shapes)
+        devices.check_weights_size(shapes)
         count = 1 if mesh is None else mesh.size
         memory = devices.measure(shapes, optimizer, spec, config, capacity, count)
         devices.announce(memory, capacity, mesh, config)
@@ -160,15 +150,13 @@ class Learner:
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config), mesh)
         self._pace = pacing.Pace(float(config.learner.updates_per_s))
         self._transfer_pace = pacing.transfer_pace(config)
-        self._reserve = Reserve(
-            capacity,
-            spec.stack,
-            float(config.replay.priority_exponent),
-            float(config.learner.outage_draws),
-            config.seed,
-        )
-        self._reserve_updates = 0
-        self._reserve_began_at: int | None = None  # of those, in the present outage; None: there is none
+        self._reuse, self._outage_draws = float(config.learner.reuse), float(config.learner.outage_draws)
+        kept = capacity if self._reuse or self._outage_draws else 0
+        self._reserve = Reserve(kept, spec.stack, float(config.replay.priority_exponent), config.seed)
+        self._allowance = Allowance(self._outage_draws)
+        self._reuse_due = 0.0  # batches
+        self._reused_updates = self._reserve_updates = 0  # on what is held: while batches come, and while none do
+        self._reserve_began_at: int | None = None  # of the latter, in the present outage; None: there is none
         self._arrivals = scoring.ArrivalTally() if config.metrics.score_transfers else None
         self._score: Any = scoring.make_batch_score(spec, config)
         self._copy_state = jax.jit(lambda state: jax.tree_util.tree_map(jnp.copy, state))
@@ -220,26 +208,12 @@ class Learner:
         in_flight: _InFlight | None = None
         self._tally.begin()
         while self.updates < max_updates and not self._stop.is_set():
-            asked_s = time.monotonic()
-            ahead_s = max(self._pace.delay_s(), self._transfer_pace.delay_s())
-            if ahead_s > 0:
-                batch = None
-                if in_flight is None:
-                    self._stop.wait(min(ahead_s, _WAIT_S))
-            else:
-                batch = self._link.next_batch(0.0 if in_flight else _WAIT_S)
-            now_s = time.monotonic()
-            if in_flight is None and ahead_s == 0:
-                self._tally.idle_s += now_s - asked_s
-            newest = None
-            if batch is not None:
-                newest = self._dispatch(batch)
-            elif ahead_s == 0 and self._link.down:
-                newest = self._dispatch_reserve()
+            newest = self._hand_over(in_flight is not None)
             if in_flight is not None:
                 self._settle(in_flight)
             in_flight = newest
             self._publisher.check()
+            now_s = time.monotonic()
             if self.updates - published_at >= publish_period_updates and now_s >= self._publisher.not_before_s:
                 self._publisher.submit(self._state.params)
                 published_at = self.updates
@@ -250,6 +224,27 @@ class Learner:
                 self._write_metrics()
         if in_flight is not None:
             self._settle(in_flight)
+
+    def _hand_over(self, busy: bool) -> _InFlight | None:
+        """Hands the device what is next; None if that is nothing. Waits for it a while, unless the device is busy."""
+        ahead_s = self._pace.delay_s()
+        if ahead_s == 0 and self._reuse_due >= 1:
+            self._reuse_due -= 1
+            if (reused := self._dispatch_reserve()) is not None:
+                self._reused_updates += self._shape.minibatches
+                return reused
+        ahead_s = max(ahead_s, self._transfer_pace.delay_s())
+        if ahead_s > 0:
+            if not busy:
+                self._stop.wait(min(ahead_s, _WAIT_S))
+            return None
+        asked_s = time.monotonic()
+        batch = self._link.next_batch(0.0 if busy else _WAIT_S)
+        if not busy:
+            self._tally.idle_s += time.monotonic() - asked_s
+        if batch is not None:
+            return self._dispatch(batch)
+        return self._bridge_outage() if self._link.down else None
 
     def _dispatch(self, batch: Batch) -> _InFlight | None:
         """Puts a batch's new rows in place and hands it to the device; None if the cache does not hold its rows."""
@@ -270,18 +265,26 @@ class Learner:
             self._reserve_began_at = None
         return _InFlight(batch, packed, report, stamp, scores=scores)
 
-    def _dispatch_reserve(self) -> _InFlight | None:
-        """Hands a batch of what has crossed before to the device; None if there is no more to be had from it."""
-        drawn = self._reserve.draw(self._shape.minibatches, self._shape.batch_size)
-        if drawn is None:
+    def _bridge_outage(self) -> _InFlight | None:
+        """Hands the device a batch of what is held; None if there is no more to be had from it in this outage."""
+        held = len(self._reserve)
+        if not self._allowance.take(self._shape.minibatches * self._shape.batch_size, held):
+            return None
+        if (done := self._dispatch_reserve()) is None:
             return None
         if self._reserve_began_at is None:
             self._reserve_began_at = self._reserve_updates
-            logging.info("nothing comes from the site: training on with %d transitions held here", len(self._reserve))
-        packed, places = drawn
-        report = self._train(packed)
+            logging.info("nothing comes from the site: training on with %d transitions held here", held)
         self._reserve_updates += self._shape.minibatches
-        return _InFlight(None, packed, report, places=places)
+        return done
+
+    def _dispatch_reserve(self) -> _InFlight | None:
+        """Hands a batch of what has crossed before to the device; None if nothing is held."""
+        drawn = self._reserve.draw(self._shape.minibatches, self._shape.batch_size)
+        if drawn is None:
+            return None
+        packed, places = drawn
+        return _InFlight(None, packed, self._train(packed), places=places)
 
     def _train(self, packed: np.ndarray) -> jax.Array:
         """Has the device train on a packed batch; returns the report to come."""
@@ -313,6 +316,8 @@ class Learner:
             return
         self._link.ack(done.batch.sequence, priorities)
         self._reserve.add(done.packed, priorities, done.stamp)
+        self._allowance.earn(priorities.size)
+        self._reuse_due = min(self._reuse_due, 1.0) + self._reuse
         age_s = time.monotonic() - done.batch.received_time_s
         tally.batches += 1
         tally.batch_age_s += age_s
@@ -369,6 +374,7 @@ class Learner:
             "sample_age_s": tally.sample_age_s / tally.batches if tally.batches else np.nan,
             "new_rows_per_sample": tally.new_rows / samples if samples else np.nan,
             "reserve_updates": self._reserve_updates,
+            "reused_updates": self._reused_updates,
             "cache_resets": self._cache_resets,
             "weights_version": self._publisher.version,
             "refused_weights": self._publisher.refused,

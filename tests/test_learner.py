@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longhaul import codec, dqn, networks
+from longhaul import codec, dqn, networks, train_step
 from longhaul.errors import ConfigError, Corruption, MismatchError
 from longhaul.learner import Learner
 from longhaul.metrics import MetricsWriter, read_jsonl
@@ -164,7 +164,8 @@ def test_training_goes_on_from_the_cache_while_the_link_is_down(tmp_path, caplog
     assert link.waits[0] == 0  # nothing is waited for while there is something to train on
 
 
-def test_what_is_trained_on_meanwhile_is_what_the_cache_holds(tmp_path):
+@pytest.mark.parametrize("reuse", [0.0, 2.0])
+def test_what_is_trained_on_meanwhile_is_what_the_cache_holds(tmp_path, reuse):
     drawn = []
 
     class Watching(Learner):
@@ -176,7 +177,9 @@ def test_what_is_trained_on_meanwhile_is_what_the_cache_holds(tmp_path):
 
     stop = threading.Event()
     link = _Cut(stop)
-    learner = Watching(make_config(), SPEC, link, MetricsWriter(None, "learner"), tmp_path, stop, 1)
+    learner = Watching(
+        make_config(**{"learner.reuse": reuse}), SPEC, link, MetricsWriter(None, "learner"), tmp_path, stop, 1
+    )
     came = {}
     change = link._change
 
@@ -216,6 +219,57 @@ def test_a_site_that_sends_nothing_but_is_there_is_waited_for(tmp_path):
     learner = Learner(make_config(), SPEC, Quiet(stop, looks=5), MetricsWriter(None, "learner"), tmp_path, stop, 1)
     learner.run()
     assert learner._reserve_updates == 0
+
+
+# ---- reuse
+
+
+@pytest.mark.parametrize("reuse, share", [(1.0, 1 / 2), (3.0, 3 / 4), (0.5, 1 / 3), (0.0, 0.0)])
+def test_so_many_updates_are_made_on_what_is_held_per_update_on_what_crosses(tmp_path, reuse, share):
+    run = Run(tmp_path, make_config(**{"learner.reuse": reuse, "learner.max_updates": 240}))
+    last = run.lines[-1]
+    assert last["updates"] == 240 and run.learner._state.updates == 240 and last["skipped_updates"] == 0
+    # Two updates a batch; the first has to be trained on before anything of it is held, and the last ends in between.
+    assert last["reused_updates"] == pytest.approx(240 * share, abs=2 * (reuse + 2))
+    assert len(run.link.acks) == (240 - last["reused_updates"]) / 2, "what crossed, each once"
+    assert [sequence for sequence, _ in run.link.acks] == list(range(1, len(run.link.acks) + 1))
+    assert last["reserve_updates"] == 0
+
+
+def test_reuse_is_by_the_priorities_that_training_gave_last(tmp_path):
+    given, drawn = {}, []
+
+    class Watching(Learner):
+        def _settle(self, done):
+            super()._settle(done)
+            priorities, _ = train_step.split_report(np.asarray(done.report), self._shape)
+            places = done.packed.reshape(-1, done.packed.shape[-1])[:, SPEC.stack - 1]
+            given.update(zip(places.tolist(), priorities.reshape(-1).tolist()))
+
+        def _dispatch_reserve(self):
+            known = dict(given)
+            if (done := super()._dispatch_reserve()) is not None:
+                drawn.append((known, done.packed.reshape(-1, done.packed.shape[-1])))
+            return done
+
+    stop = threading.Event()
+    config = make_config(**{"learner.reuse": 1.0, "learner.max_updates": 200})
+    Watching(config, SPEC, MemoryLink(stop, new_rows=(0, 0)), MetricsWriter(None, "learner"), tmp_path, stop, 1).run()
+    assert len(drawn) > 40
+    column = 2 * SPEC.stack + train_step.SCALARS.index("probabilities")
+    for known, packed in drawn:
+        probabilities = packed[:, column].copy().view(np.float32)
+        masses = (
+            np.array([known[place] for place in packed[:, SPEC.stack - 1].tolist()]) ** config.replay.priority_exponent
+        )
+        np.testing.assert_allclose(probabilities / probabilities.max(), masses / masses.max(), rtol=1e-4)
+
+
+def test_reuse_waits_for_what_has_a_priority(tmp_path):
+    """Batches that leave nothing to draw from, all of priority 0, are trained on without reuse."""
+    nothing = {"change": lambda batch: batch._replace(returns=np.full_like(batch.returns, np.nan))}
+    run = Run(tmp_path, make_config(**{"learner.reuse": 3.0, "replay.priority_epsilon": 0.0}), **nothing)
+    assert run.lines[-1]["updates"] == 40 and run.lines[-1]["reused_updates"] == 0 and len(run.link.acks) == 20
 
 
 # ---- what does not fit

@@ -1,9 +1,9 @@
-"""What is held for outages is what the cache still holds, drawn by the last priorities, and only so often."""
+"""What is held is what the cache still holds, drawn by the last priorities; in outages it is drawn only so often."""
 
 import numpy as np
 import pytest
 
-from longhaul.reserve import Reserve
+from longhaul.reserve import Allowance, Reserve
 from longhaul.train_step import SCALARS
 
 STACK = 2
@@ -29,8 +29,8 @@ def _priorities(*values):
     return np.array([values], np.float32)
 
 
-def _reserve(draws_each=4.0, exponent=1.0, cache_rows=100):
-    return Reserve(cache_rows, STACK, exponent, draws_each, seed=0)
+def _reserve(exponent=1.0, cache_rows=100):
+    return Reserve(cache_rows, STACK, exponent, seed=0)
 
 
 def _shares(reserve, batch):
@@ -41,7 +41,7 @@ def _shares(reserve, batch):
 
 @pytest.mark.parametrize("exponent, share", [(1.0, 0.75), (0.5, 3**0.5 / (1 + 3**0.5)), (0.0, 0.5)])
 def test_draws_are_in_proportion_to_the_priority_to_its_exponent_and_say_their_probability(exponent, share):
-    reserve = _reserve(draws_each=1e6, exponent=exponent)
+    reserve = _reserve(exponent=exponent)
     stamp = reserve.rows_written(np.arange(20, dtype=np.int32))
     reserve.add(_packed(_slots(4, 2)), _priorities(1.0, 3.0), stamp)
     shares, packed = _shares(reserve, 40_000)
@@ -64,7 +64,7 @@ def test_a_transition_comes_back_as_it_was_packed():
 
 
 def test_what_has_lost_any_of_its_rows_is_never_drawn():
-    reserve = _reserve(draws_each=1e6)
+    reserve = _reserve()
     stamp = reserve.rows_written(np.arange(50, dtype=np.int32))
     reserve.add(_packed(_slots(0, 40)), np.ones((1, 40), np.float32), stamp)
     assert len(reserve) == 40
@@ -84,7 +84,7 @@ def test_rows_of_the_next_batch_count_though_this_one_is_added_after_they_were_w
 
 
 def test_a_transition_drawn_again_is_held_once_with_its_last_priority():
-    reserve = _reserve(draws_each=1e6)
+    reserve = _reserve()
     stamp = reserve.rows_written(np.arange(10, dtype=np.int32))
     reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)
     reserve.add(_packed(_slots(1, 1)), _priorities(9.0), stamp)
@@ -93,7 +93,7 @@ def test_a_transition_drawn_again_is_held_once_with_its_last_priority():
 
 
 def test_priorities_of_what_was_drawn_count_for_the_next_draw():
-    reserve = _reserve(draws_each=1e6)
+    reserve = _reserve()
     stamp = reserve.rows_written(np.arange(10, dtype=np.int32))
     reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)
     packed, places = reserve.draw(1, 1_000)
@@ -103,7 +103,7 @@ def test_priorities_of_what_was_drawn_count_for_the_next_draw():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 0.0])
 def test_what_has_no_sound_priority_is_not_drawn(bad):
-    reserve = _reserve(draws_each=1e6)
+    reserve = _reserve()
     stamp = reserve.rows_written(np.arange(10, dtype=np.int32))
     reserve.add(_packed(_slots(0, 3)), _priorities(bad, 1.0, bad), stamp)
     assert set(_shares(reserve, 1_000)[0]) == {1}
@@ -111,23 +111,24 @@ def test_what_has_no_sound_priority_is_not_drawn(bad):
     assert reserve.draw(1, 4) is None
 
 
-def test_draws_are_bounded_by_what_crossed_and_by_what_is_held():
-    reserve = _reserve(draws_each=4.0)
-    stamp = reserve.rows_written(np.arange(60, dtype=np.int32))
-    reserve.add(_packed(_slots(0, 10)), np.ones((1, 10), np.float32), stamp)
+def test_draws_in_outages_are_bounded_by_what_crossed_and_by_what_is_held():
+    allowance = Allowance(4.0)
+    held = 10
 
-    def drawn():
+    def taken():
         count = 0
-        while reserve.draw(1, 8) is not None:
+        while allowance.take(8, held):
             count += 8
         return count
 
-    assert drawn() == 40  # four for each of ten
+    allowance.earn(10)
+    assert taken() == 40  # four for each of ten
     for _ in range(5):  # crossed fifty times, and still ten
-        reserve.add(_packed(_slots(0, 10)), np.ones((1, 10), np.float32), stamp)
-    assert drawn() == 40
-    reserve.add(_packed(_slots(0, 2)), np.ones((1, 2), np.float32), stamp)
-    assert drawn() == 8  # a link that comes and goes does not begin anew
+        allowance.earn(10)
+    assert taken() == 40
+    allowance.earn(2)
+    assert taken() == 8  # a link that comes and goes does not begin anew
+    assert not Allowance(0.0).take(8, held)
 
 
 def test_it_is_empty_at_first_and_once_forgotten():
@@ -144,17 +145,29 @@ def test_it_is_empty_at_first_and_once_forgotten():
     assert len(reserve) == 2 and reserve.draw(1, 4) is not None
 
 
-def test_without_draws_nothing_is_kept():
-    reserve = Reserve(10**9, STACK, 0.6, 0.0, seed=0)
+def test_without_room_nothing_is_kept():
+    reserve = Reserve(0, STACK, 0.6, seed=0)
     stamp = reserve.rows_written(np.arange(10, dtype=np.int32))
     reserve.add(_packed(_slots(0, 2)), _priorities(1.0, 1.0), stamp)
     assert len(reserve) == 0 and reserve.draw(1, 1) is None
 
 
+def test_what_is_passed_over_changes_neither_the_shares_of_the_others_nor_their_relative_probabilities():
+    reserve = _reserve()
+    stamp = reserve.rows_written(np.arange(50, dtype=np.int32))
+    reserve.add(_packed(_slots(0, 40)), np.where(np.arange(40) < 2, [1.0, 3.0] * 20, 50.0)[None], stamp)
+    reserve.rows_written(np.arange(4, 50, dtype=np.int32))  # nearly all of the mass loses rows, the first two do not
+    shares, packed = _shares(reserve, 20_000)
+    assert shares == pytest.approx({0: 0.25, 1: 0.75}, abs=0.015)
+    probabilities = packed[0, :, _PROBABILITY].view(np.float32)
+    np.testing.assert_allclose(probabilities / probabilities.max(), np.where(packed[0, :, 0] == 1, 1, 1 / 3), rtol=1e-5)
+    assert len(reserve) == 2
+
+
 def test_it_agrees_with_the_cache_through_random_batches():
     """Each row holds a number of its own: what is drawn must find the numbers that it came with."""
     rng = np.random.default_rng(3)
-    reserve = _reserve(draws_each=1e6, cache_rows=64)
+    reserve = _reserve(cache_rows=64)
     cache = np.zeros(64, np.int64)
     number, came_with = 0, {}
     for _ in range(300):
