@@ -1,6 +1,7 @@
 """How fast the learner is when its batches come over a link, against its jitted step on data already in memory.
 
   python -m benchmarks.learner [--network=mlp] [--batch_size=64] [--minibatches=8] [--rtts_ms=0,50,200] [--seconds=6]
+      [--reuse=3]
 
 Rounds of each alternate, so that whatever else the machine does meets all of them; each figure is the best round's.
 
@@ -8,7 +9,8 @@ Rounds of each alternate, so that whatever else the machine does meets all of th
 * `memory`: the learner's whole loop (checks, row inserts, packing, priorities, metrics, publishing) on batches made
   beforehand, each with new rows as a cache that evicts would ask for;
 * `link_<RTT>ms`: the whole loop over a real link: a buffer node and the project's relay (1 Gbit/s) in a process of
-  their own (--site_python: where Reverb is installed), which inserts a transition for each eight drawn.
+  their own (--site_python: where Reverb is installed), which inserts a transition for each eight drawn. With --reuse
+  (config.learner.reuse) the learner makes so many updates more on what its cache holds, and they count.
 
 All ends share this machine's cores, so a site at work slows the learner down as no site elsewhere would: with --apart
 the learner has the first core to itself in all three, the site and the relay the others.
@@ -59,6 +61,7 @@ class _Clock:
         self._handed_out = 0
         self._first = 0
         self.start_s = 0.0
+        self.measured_s = 0.0
         self.batches_per_s = 0.0
 
     def tick(self) -> bool:
@@ -72,7 +75,8 @@ class _Clock:
         self._handed_out += 1
         if self.start_s:
             if now_s - self.start_s > self._seconds:
-                self.batches_per_s = (self._handed_out - 1 - self._first) / (now_s - self.start_s)
+                self.measured_s = now_s - self.start_s
+                self.batches_per_s = (self._handed_out - 1 - self._first) / self.measured_s
                 raise Stopped("measured")
         elif warm:
             self.start_s, self._first = now_s, self._handed_out - 1
@@ -200,19 +204,20 @@ def measure_link(config: Any, network: str, seconds: float, address: str) -> dic
     """Returns updates per second of the whole loop over a link, and where its time goes."""
     from longhaul.link import LinkClient
 
-    clock = _Clock(3, _WARM_S, seconds)
+    clock, batch_size = _Clock(3, _WARM_S, seconds), config.learner.batch_size
     shares = _Shares()
     link = LinkClient(address, config, secrets.randbits(60), threading.Event())
     link.describe(30.0)
     with _learner(config, network, link) as learner:
-        compiled: list[int] = []
+        compiled, updates = 0, 0
         next_batch = link.next_batch
 
         def counted(timeout_s: float) -> Batch | None:
+            nonlocal compiled, updates
             batch = next_batch(timeout_s)
             if batch is not None and clock.tick():
                 shares.begin()
-                compiled.append(learner.compilations)
+                compiled, updates = learner.compilations, learner.updates
             return batch
 
         link.next_batch = shares.time("idle", counted)  # type: ignore[method-assign]
@@ -222,11 +227,12 @@ def measure_link(config: Any, network: str, seconds: float, address: str) -> dic
         learner._settle = shares.time("compute", learner._settle)
         try:
             learner.run()
-            recompiled = learner.compilations - compiled[0]
         finally:
             link.close()
+        recompiled, updates = learner.compilations - compiled, learner.updates - updates
     return {
-        "updates_per_s": clock.batches_per_s * config.learner.minibatches_per_pull,
+        "updates_per_s": updates / clock.measured_s,
+        "samples_crossed_per_s": round(clock.batches_per_s * config.learner.minibatches_per_pull * batch_size),
         **{kind: round(spent_s / seconds, 3) for kind, spent_s in shares.seconds.items()},
         "recompiled": recompiled,
     }
@@ -283,6 +289,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     network, seconds = arguments.network, arguments.seconds
     config = make_config(network, arguments.batch_size, arguments.minibatches)
+    reusing = config.copy_and_resolve_references()
+    reusing.learner.reuse = arguments.reuse
     rtts = numbers(arguments.rtts_ms)
     step: list[float] = []
     memory: list[float] = []
@@ -293,7 +301,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             step.append(measure_step(config, network, seconds))
             memory.append(measure_memory(config, network, seconds))
             for address, found in zip(addresses, links.values()):
-                found.append(measure_link(config, network, seconds, address))
+                found.append(measure_link(reusing, network, seconds, address))
     programs.cleanup()
     figures: dict[str, Any] = {
         "jax": jax.__version__,
@@ -301,6 +309,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "network": network,
         "batch_size": arguments.batch_size,
         "minibatches_per_pull": arguments.minibatches,
+        "reuse": arguments.reuse,
         "apart": arguments.apart,
         "step": {"updates_per_s": round(max(step), 2)},
         "memory": {"updates_per_s": round(max(memory), 2), "of_step": round(max(memory) / max(step), 3)},
@@ -318,6 +327,7 @@ def main() -> None:
     parser.add_argument("--network", choices=tuple(SPECS), default="mlp")
     parser.add_argument("--batch_size", type=int, default=64, help="B, transitions per update")
     parser.add_argument("--minibatches", type=int, default=8, help="K, updates per batch pulled")
+    parser.add_argument("--reuse", type=float, default=0.0, help="updates on cached rows per update on what crosses")
     parser.add_argument("--rtts_ms", default="0,50,200", help="round trips; empty for none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of each round")

@@ -265,6 +265,28 @@ def test_setting_a_carries_a_quarter_of_production_and_the_draws_fit_the_dearer_
     assert "--config.replay.priority_exponent=0.4" in swept.argv() and "0.4" in swept.folder.parts[-3]
 
 
+def test_reuse_leaves_what_crosses_alone_and_multiplies_the_updates_of_both_sides(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare", "--config=configs/lunarlander.py"])
+    measured = conditions.Calibration(production_per_s=1600.0, existing_bytes=30.0, proposed_bytes=40.0)
+    plain, reusing = config_lib.default(), config_lib.default()
+    plain.learner.minibatches_per_pull = reusing.learner.minibatches_per_pull = 8
+    reusing.learner.reuse = 3.0
+    made = [
+        conditions.Plan(config, tmp_path, 300.0, 16_000.0, 0.0).condition("b", "rtt_ms=50", "bytes", measured)
+        for config in (plain, reusing)
+    ]
+    assert made[1].updates_per_s == 4 * made[0].updates_per_s and made[1].link == made[0].link
+    assert "times 4, for config.learner.reuse" in made[1].derivation
+    pulls = [
+        conditions.Plan(config, tmp_path, 300.0, 16_000.0, 0.0).words(updates_per_s, 0.0)
+        for config, updates_per_s in ((plain, 20.0), (reusing, 80.0), (reusing, 20.0))
+    ]
+    # As many pulls a second cross: fewer, larger ones would age at the learner.
+    assert ["--config.learner.minibatches_per_pull=4" in words for words in pulls] == [True, True, False]
+    given = conditions.Plan(reusing, tmp_path, 300.0, 16_000.0, 7.0)
+    assert given.condition("b", "rtt_ms=50", "bytes", measured).updates_per_s == 7.0
+
+
 def test_the_outage_is_a_minute_or_a_quarter_of_a_short_run():
     assert conditions.settings(["c"], None, 600.0)["c"] == "rtt_ms=150,rate_mbit=5,outage_s=60"
     assert conditions.settings(["c"], None, 40.0)["c"].endswith("outage_s=10")
