@@ -176,7 +176,8 @@ class Plan:
             "learner.updates_per_s": updates_per_s,
             "learner.max_updates": 10**9,
             "learner.minibatches_per_pull": min(
-                config.learner.minibatches_per_pull, max(1, int(updates_per_s / self._each_draw() / _PULLS_PER_S))
+                config.learner.minibatches_per_pull,
+                max(1, int(updates_per_s / self._updates_of_a_draw() / _PULLS_PER_S)),
             ),
             "learner.publish_period_updates": max(1, round(_PUBLISH_PERIOD_S * updates_per_s)),
             "link.experiences_per_s": experiences_per_s,
@@ -189,13 +190,15 @@ class Plan:
         given = {word.lstrip("-").split("=")[0] for word in command_line.config_arguments(sys.argv)}
         return {name: value for name, value in found.items() if name not in _YIELD or f"config.{name}" not in given}
 
-    def _each_draw(self) -> float:
-        """Returns how many updates each draw is trained on in, that which crosses and those from what is held."""
+    def _updates_of_a_draw(self) -> float:
+        """Returns the updates made per draw that crosses: its own, and those that config.learner.reuse adds."""
         return 1.0 + self.config.learner.reuse
 
     def updates(self, draws_per_s: float) -> float:
         """Returns the updates/s of both sides, as the user has set them or from the draws that cross."""
-        return self.updates_per_s or float(f"{draws_per_s * self._each_draw() / self.config.learner.batch_size:.4g}")
+        return self.updates_per_s or float(
+            f"{draws_per_s * self._updates_of_a_draw() / self.config.learner.batch_size:.4g}"
+        )
 
     def words(self, updates_per_s: float, experiences_per_s: float) -> tuple[str, ...]:
         """Returns the words of a run's command line that make its configuration."""
@@ -240,7 +243,7 @@ class Plan:
             drawn = cap = _round(min(quarter, drawn))
             why = "the cap on experiences/s over the batch size"
         if self.config.learner.reuse:
-            why += f", times {self._each_draw():g}, for config.learner.reuse"
+            why += f", times {self._updates_of_a_draw():g}, for config.learner.reuse"
         derivation = "as --updates_per_s says" if self.updates_per_s else why
         return Condition((setting, budget), link, rate, cap, self.updates(drawn), derivation)
 

@@ -150,10 +150,10 @@ class Learner:
         self._train_step: Any = train_step.make_train_step(dqn.make_update(network, optimizer, config), mesh)
         self._pace = pacing.Pace(float(config.learner.updates_per_s))
         self._transfer_pace = pacing.transfer_pace(config)
-        self._reuse, self._outage_draws = float(config.learner.reuse), float(config.learner.outage_draws)
-        kept = capacity if self._reuse or self._outage_draws else 0
+        self._reuse, outage_draws = float(config.learner.reuse), float(config.learner.outage_draws)
+        kept = capacity if self._reuse or outage_draws else 0
         self._reserve = Reserve(kept, spec.stack, float(config.replay.priority_exponent), config.seed)
-        self._allowance = Allowance(self._outage_draws)
+        self._allowance = Allowance(outage_draws)
         self._reuse_due = 0.0  # batches
         self._reused_updates = self._reserve_updates = 0  # on what is held: while batches come, and while none do
         self._reserve_began_at: int | None = None  # of the latter, in the present outage; None: there is none

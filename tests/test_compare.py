@@ -16,7 +16,7 @@ from launchers.comparison import BINS, Pair, interval, ratio, verdicts
 from launchers.trials import Trial
 from longhaul import config as config_lib
 from longhaul.errors import ConfigError
-from longhaul.metrics import jsonl_path
+from longhaul.metrics import jsonl_path, read_jsonl
 
 REPO = Path(__file__).parent.parent
 
@@ -393,7 +393,7 @@ def test_both_sides_are_run_measured_and_reported_and_a_rerun_makes_nothing_agai
     pytest.importorskip("gymnasium")
     words = (f"--workdir={tmp_path}", "--link=rtt_ms=5,rate_mbit=5", "--seeds=1", "--seconds=10", "--calibration_s=5",
              "--parallel=2", "--budgets=bytes", "--steps_per_s=400", "--config.evaluation.period_s=0.5",
-             "--config.actor.num_actors=1")  # fmt: skip
+             "--config.actor.num_actors=1", "--config.learner.reuse=1")  # fmt: skip
     ended = compare(*words)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -405,6 +405,8 @@ def test_both_sides_are_run_measured_and_reported_and_a_rerun_makes_nothing_agai
         one = json.loads((tmp_path / "link-bytes" / side / "seed1" / "summary.json").read_text())
         assert one["replay"] == {"existing": "learner", "proposed": "buffer"}[side]
         assert one["figures"]["totals"]["experiences"] > 0
+        reused = read_jsonl(tmp_path / "link-bytes" / side / "seed1", "learner")[-1]["reused_updates"]
+        assert reused > 0 if side == "proposed" else reused == 0
     assert summary["facts"]["setting link, equal bytes/s:"]["updates_per_s"] > 0
     assert "data:image/png;base64," in (tmp_path / "report.html").read_text()
     assert "Return at equal bytes never worse, setting link" in ended.stdout

@@ -238,7 +238,11 @@ def train(workdir, config, judge=None):
     return path.read_bytes(), checkpoints.latest_weights(workdir)[1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"seed": 0}, {"seed": -1}, PIXELS], ids=["cartpole", "0", "-1", "pixels"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"seed": 0}, {"seed": -1}, PIXELS, {"learner.reuse": 1.5}],
+    ids=["cartpole", "0", "-1", "pixels", "reuse"],
+)
 def test_the_same_run_twice_is_the_same_to_the_last_bit(tmp_path, settings):
     one = train(tmp_path / "one", make_config(**settings))
     assert train(tmp_path / "other", make_config(**settings)) == one

@@ -208,6 +208,27 @@ def test_once_enough_has_been_drawn_it_waits_for_the_link(tmp_path):
     assert link.waits[-1] > 0
 
 
+def test_a_second_outage_soon_after_is_bridged_by_no_more_than_what_crossed_between(tmp_path):
+    stop, drawn_after = threading.Event(), []
+    link = _Cut(stop, new_rows=(0, 0))
+
+    class Twice(Learner):
+        def _dispatch_reserve(self):
+            if (done := super()._dispatch_reserve()) is not None:
+                drawn_after.append(link.handed_out)
+            return done
+
+        def _dispatch(self, batch):
+            if link.handed_out == 11:  # the first is over
+                link._after, link._looks = 12, 30
+            return super()._dispatch(batch)
+
+    config = make_config(**{"learner.outage_draws": 1.0, "learner.max_updates": 120})
+    Twice(config, SPEC, link, MetricsWriter(None, "learner"), tmp_path, stop, 1).run()
+    assert set(drawn_after) == {10, 12}
+    assert drawn_after.count(10) > 2 and 1 <= drawn_after.count(12) <= 2  # two batches, each for one draw
+
+
 def test_a_site_that_sends_nothing_but_is_there_is_waited_for(tmp_path):
     class Quiet(_Cut):
         def next_batch(self, timeout_s):
@@ -226,7 +247,8 @@ def test_a_site_that_sends_nothing_but_is_there_is_waited_for(tmp_path):
 
 @pytest.mark.parametrize("reuse, share", [(1.0, 1 / 2), (3.0, 3 / 4), (0.5, 1 / 3), (0.0, 0.0)])
 def test_so_many_updates_are_made_on_what_is_held_per_update_on_what_crosses(tmp_path, reuse, share):
-    run = Run(tmp_path, make_config(**{"learner.reuse": reuse, "learner.max_updates": 240}))
+    settings = {"learner.reuse": reuse, "learner.max_updates": 240, "learner.outage_draws": 0.0}
+    run = Run(tmp_path, make_config(**settings))
     last = run.lines[-1]
     assert last["updates"] == 240 and run.learner._state.updates == 240 and last["skipped_updates"] == 0
     # Two updates a batch; the first has to be trained on before anything of it is held, and the last ends in between.
