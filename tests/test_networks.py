@@ -1,5 +1,7 @@
 """Networks: which rows get which network, what is scaled, and how weights become flat dicts."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -69,6 +71,36 @@ def test_the_nature_network_has_the_layers_of_the_paper():
         "params/torso/dense/kernel": (7 * 7 * 64, 512),
         "params/head/q/kernel": (512, 6),
     }
+
+
+@pytest.mark.parametrize("sides", [(84, 84), (37, 42)])
+@pytest.mark.parametrize("kernel, stride", [(8, 4), (4, 2), (3, 1)])
+def test_a_convolution_in_blocks_is_the_convolution(kernel, stride, sides):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(2, *sides, 3)).astype(np.float32)
+    weights = rng.normal(size=(kernel, kernel, 3, 5)).astype(np.float32)
+    arguments = images, weights, (stride, stride), "VALID"
+    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    plain = jax.lax.conv_general_dilated(*arguments, **options)
+    np.testing.assert_allclose(torsos.convolve_in_blocks(*arguments, **options), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_nature_network_looks_at_blocks_on_a_cpu_alone_and_gives_the_same_values(monkeypatch):
+    spec = make_spec((84, 84), "uint8", stack=4)
+    rows = random_rows(spec)
+    network = networks.make_network(spec, make_config())
+    params = networks.init_params(network, spec, 0)
+
+    def strides_and_values():
+        text = str(jax.make_jaxpr(network.apply)(params, rows))
+        return re.findall(r"window_strides=\((\d), \d\)", text), network.apply(params, rows)
+
+    strides, values = strides_and_values()
+    assert strides == ["1", "2", "1"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    plain_strides, plain_values = strides_and_values()
+    assert plain_strides == ["4", "2", "1"]
+    np.testing.assert_allclose(values, plain_values, rtol=1e-4, atol=1e-5)
 
 
 def test_the_minatar_network_has_the_layers_of_the_paper():
