@@ -8,6 +8,7 @@ import contextlib
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.wrappers import AtariPreprocessing
 from ml_collections import config_dict
 
@@ -15,11 +16,16 @@ from longhaul.errors import ConfigError
 
 
 class AtariFrames(AtariPreprocessing):
-    """Gymnasium's preprocessing, with the true last frame at a truncation.
+    """Gymnasium's preprocessing to grey frames, of whatever ALE returns, and with the true last frame at a truncation.
 
     The base class leaves its loop before it reads the screen when an episode ends in the middle of a frame skip. After
     a termination nobody looks at that frame, but a truncated episode bootstraps from it.
     """
+
+    def __init__(self, env: gymnasium.Env, **settings: Any):
+        super().__init__(env, grayscale_obs=True, **settings)
+        # The base class takes their shape from the observations, which need not be screens.
+        self.obs_buffer = [np.empty(self.ale.getScreenDims(), np.uint8) for _ in range(2)]
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
@@ -79,8 +85,6 @@ def preprocess(env: gymnasium.Env, config: config_dict.ConfigDict) -> gymnasium.
 
         cv2.setNumThreads(1)  # an 84x84 resize gains nothing from threads, and every actor would start a pool
     try:
-        return AtariFrames(
-            env, noop_max=atari.noop_max, frame_skip=atari.frame_skip, screen_size=atari.screen_size, grayscale_obs=True
-        )
+        return AtariFrames(env, noop_max=atari.noop_max, frame_skip=atari.frame_skip, screen_size=atari.screen_size)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError("config.env.atari.preprocess needs OpenCV: pip install 'longhaul[atari]'") from error

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("gymnasium")
 
+import gymnasium
+
 from longhaul import config as config_lib
 from longhaul import env as env_lib
 from longhaul.errors import ConfigError
@@ -162,6 +164,26 @@ def test_atari_rows_are_single_grey_frames():
     assert row.shape == (84, 84)
     assert row.dtype == np.uint8
     assert row.max() > 50
+
+
+@pytest.mark.parametrize("obs_type", [None, "rgb", "grayscale"])
+def test_atari_rows_are_those_of_gymnasiums_preprocessing_whatever_ale_itself_returns(obs_type):
+    given = {"obs_type": obs_type} if obs_type else {}
+    env = env_lib.make_env(_atari(kwargs={"repeat_action_probability": 0.0} | given))
+    assert env.spec.kwargs["obs_type"] == (obs_type or "ram")  # not the screen in colour, for every frame, unasked
+    reference = gymnasium.wrappers.AtariPreprocessing(
+        gymnasium.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0)
+    )
+    np.testing.assert_array_equal(env.reset(seed=3)[0], reference.reset(seed=3)[0])
+    actions = np.random.default_rng(0).integers(4, size=300)
+    for action in actions:
+        row, reward, terminated, truncated, _ = env.step(action)
+        expected_row, expected_reward, *expected_end, _ = reference.step(action)
+        np.testing.assert_array_equal(row, expected_row)
+        assert (reward, terminated, truncated) == (np.sign(expected_reward), *expected_end)
+        if terminated:
+            env.reset(seed=4)
+            reference.reset(seed=4)
 
 
 def test_atari_skips_frames_once():
