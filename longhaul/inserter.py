@@ -28,7 +28,8 @@ from longhaul.types import ExperienceSpec, NStepTransition
 
 _RETRY_S = 0.1  # between looks at a pipe that was found full
 _RECONNECT_S = 0.2
-_GATHER_S = 0.005  # what comes within it shares a message: messages cost more than what is in them
+# Messages cost more than what is in them: one takes what comes within a period, and a slow actor's of four of them.
+_GATHER_S, _GATHER_PERIODS, _ENOUGH = 0.005, 4, 32
 # Beyond these, messages would queue up at a busy node, small ones, each at the price of a large one.
 _MESSAGES_IN_FLIGHT = 2
 _LARGEST = float(np.finfo(np.float32).max)
@@ -255,9 +256,7 @@ class Inserter:
                     if self._unsent and len(self._unanswered) < _MESSAGES_IN_FLIGHT:
                         break
                     self._lock.wait(0.5)
-                few = len(self._unsent) < MOST_TRANSITIONS
-            if few:
-                self._closing.wait(_GATHER_S)
+            self._gather()
             with self._lock:
                 if self._closing.is_set() or connection != self._connection:
                     return
@@ -270,6 +269,15 @@ class Inserter:
                 transitions=b"".join(waiting.record for waiting in message.transitions),
             )
             number += len(message.transitions)
+
+    def _gather(self) -> None:
+        """Waits until there is enough for a message; looks now and then, where a notice of each would cost more."""
+        if len(self._unsent) < MOST_TRANSITIONS:
+            self._closing.wait(_GATHER_S)
+        for _ in range(_GATHER_PERIODS - 1):
+            if self._closing.is_set() or len(self._unsent) >= _ENOUGH:
+                return
+            self._closing.wait(_GATHER_S)
 
     def _next_message(self) -> _Message:
         """Takes what fits into one message; under the lock.
