@@ -1,7 +1,7 @@
 """How fast the learner is when its batches come over a link, against its jitted step on data already in memory.
 
   python -m benchmarks.learner [--network=mlp] [--batch_size=64] [--minibatches=8] [--rtts_ms=0,50,200] [--seconds=6]
-      [--reuse=3]
+      [--reuse=3] [--peer=build/peer/bin/python]
 
 Rounds of each alternate, so that whatever else the machine does meets all of them; each figure is the best round's.
 
@@ -10,15 +10,17 @@ Rounds of each alternate, so that whatever else the machine does meets all of th
   beforehand, each with new rows as a cache that evicts would ask for;
 * `link_<RTT>ms`: the whole loop over a real link: a buffer node and the project's relay (1 Gbit/s) in a process of
   their own (--site_python: where Reverb is installed), which inserts a transition for each eight drawn. With --reuse
-  (config.learner.reuse) the learner makes so many updates more on what its cache holds, and they count.
+  (config.learner.reuse) the learner makes so many updates more on what its cache holds, and they count;
+* `peer` (--peer: an interpreter as benchmarks/peer_sb3.py has it): Stable-Baselines3's DQN.train of the same MLP.
 
 All ends share this machine's cores, so a site at work slows the learner down as no site elsewhere would: with --apart
 the learner has the first core to itself in all three, the site and the relay the others.
 
-Prints one JSON object on its last line: updates/s of each; ratios to `step` and, of the links, to `memory`; of the
+Prints one JSON object on its last line: updates/s of each; ratios to `step`, `peer` and, of the links, `memory`; of the
 links the shares of time that the learner's thread spends waiting for batches (idle), placing rows (transfer), handing
 batches to the device (dispatch) and waiting for it (compute), and that the link's thread spends on decoding (decode,
-beside the others); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and the
+beside the others); processor time of the learner's process per update, which the site's work does not add to
+(cpu_ms_per_update); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and the
 Nature CNN on 84x84x4 pixels.
 """
 
@@ -61,7 +63,9 @@ class _Clock:
         self._handed_out = 0
         self._first = 0
         self.start_s = 0.0
+        self.start_cpu_s = 0.0
         self.measured_s = 0.0
+        self.measured_cpu_s = 0.0
         self.batches_per_s = 0.0
 
     def tick(self) -> bool:
@@ -76,10 +80,12 @@ class _Clock:
         if self.start_s:
             if now_s - self.start_s > self._seconds:
                 self.measured_s = now_s - self.start_s
+                self.measured_cpu_s = time.process_time() - self.start_cpu_s
                 self.batches_per_s = (self._handed_out - 1 - self._first) / self.measured_s
                 raise Stopped("measured")
         elif warm:
             self.start_s, self._first = now_s, self._handed_out - 1
+            self.start_cpu_s = time.process_time()
             return True
         return False
 
@@ -191,13 +197,14 @@ def measure_step(config: Any, network: str, seconds: float) -> float:
         return calls * minibatches / (time.monotonic() - start_s)
 
 
-def measure_memory(config: Any, network: str, seconds: float) -> float:
-    """Returns updates per second of the whole loop on batches in memory."""
+def measure_memory(config: Any, network: str, seconds: float) -> dict[str, float]:
+    """Returns updates per second of the whole loop on batches in memory, and what they cost."""
     samples = config.learner.batch_size * config.learner.minibatches_per_pull
     clock = _Clock(_WARM_BATCHES if network == "mlp" else 3, 0.0, seconds)
     with _learner(config, network, MemorySource(network, int(samples / REPLAY_RATIO), clock)) as learner:
         learner.run()
-    return clock.batches_per_s * config.learner.minibatches_per_pull
+    rate = clock.batches_per_s * config.learner.minibatches_per_pull
+    return {"updates_per_s": rate, "cpu_ms_per_update": round(1e3 * clock.measured_cpu_s / clock.measured_s / rate, 3)}
 
 
 def measure_link(config: Any, network: str, seconds: float, address: str) -> dict[str, Any]:
@@ -232,10 +239,21 @@ def measure_link(config: Any, network: str, seconds: float, address: str) -> dic
         recompiled, updates = learner.compilations - compiled, learner.updates - updates
     return {
         "updates_per_s": updates / clock.measured_s,
+        "cpu_ms_per_update": round(1e3 * clock.measured_cpu_s / updates, 3),
         "samples_crossed_per_s": round(clock.batches_per_s * config.learner.minibatches_per_pull * batch_size),
         **{kind: round(spent_s / seconds, 3) for kind, spent_s in shares.seconds.items()},
         "recompiled": recompiled,
     }
+
+
+def measure_peer(python: str, batch_size: int, seconds: float) -> float:
+    """Returns updates per second of the peer's update alone."""
+    command = [python, "-m", "benchmarks.peer_sb3", "--updates_only", f"--batch={batch_size}", f"--time_s={seconds}"]
+    try:
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"--peer={python}: {error}; benchmarks/peer_sb3.py says how it is installed") from None
+    return json.loads(output.splitlines()[-1])["updates_per_s"][str(batch_size)]
 
 
 class _Called:
@@ -271,6 +289,10 @@ def _site(arguments: argparse.Namespace, cores: set[int]) -> Iterator[list[str]]
             node.terminate()
 
 
+def _rate(figures: dict[str, Any]) -> float:
+    return figures["updates_per_s"]
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures everything."""
     cores = os.sched_getaffinity(0)
@@ -293,16 +315,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     reusing.learner.reuse = arguments.reuse
     rtts = numbers(arguments.rtts_ms)
     step: list[float] = []
-    memory: list[float] = []
+    memory: list[dict[str, float]] = []
+    peer: list[float] = []
     links: dict[float, list[dict[str, Any]]] = {rtt: [] for rtt in rtts}
     with contextlib.ExitStack() as stack:
         addresses = stack.enter_context(_site(arguments, cores - {mine} if arguments.apart else cores)) if rtts else []
         for _ in range(arguments.rounds):
+            if arguments.peer:
+                peer.append(measure_peer(arguments.peer, arguments.batch_size, seconds))
             step.append(measure_step(config, network, seconds))
             memory.append(measure_memory(config, network, seconds))
             for address, found in zip(addresses, links.values()):
                 found.append(measure_link(reusing, network, seconds, address))
     programs.cleanup()
+    best_step, best_memory = max(step), max(memory, key=_rate)
+
+    def with_ratios(one: dict[str, Any]) -> dict[str, Any]:
+        rate = _rate(one)
+        of_peer = {"of_peer": round(rate / max(peer), 3)} if peer else {}
+        return {**one, "updates_per_s": round(rate, 2), "of_step": round(rate / best_step, 3), **of_peer}
+
     figures: dict[str, Any] = {
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
@@ -311,14 +343,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "minibatches_per_pull": arguments.minibatches,
         "reuse": arguments.reuse,
         "apart": arguments.apart,
-        "step": {"updates_per_s": round(max(step), 2)},
-        "memory": {"updates_per_s": round(max(memory), 2), "of_step": round(max(memory) / max(step), 3)},
+        **({"peer": {"updates_per_s": max(peer)}} if peer else {}),
+        "step": {"updates_per_s": round(best_step, 2)},
+        "memory": with_ratios(best_memory),
     }
     for rtt, found in links.items():
-        best = max(found, key=lambda one: one["updates_per_s"])
-        rate = best["updates_per_s"]
-        ratios = {"of_step": round(rate / max(step), 3), "of_memory": round(rate / max(memory), 3)}
-        figures[f"link_{rtt:g}ms"] = {**best, "updates_per_s": round(rate, 2), **ratios}
+        best = max(found, key=_rate)
+        of_memory = {"of_memory": round(_rate(best) / _rate(best_memory), 3)}
+        figures[f"link_{rtt:g}ms"] = with_ratios(best) | of_memory
     return figures
 
 
@@ -333,7 +365,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement of each round")
     parser.add_argument("--site_python", default=sys.executable, help="interpreter of the site's process")
     parser.add_argument("--apart", action="store_true", help="the learner on the first core, the site on the others")
+    parser.add_argument("--peer", help="interpreter with Stable-Baselines3, whose update is timed beside these")
     arguments = parser.parse_args()
+    if arguments.peer and arguments.network != "mlp":
+        parser.error("--peer: its update is the MLP's alone; leave it out, or --network")
     print(json.dumps(run(arguments)))
 
 

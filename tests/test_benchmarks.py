@@ -27,6 +27,13 @@ def test_the_learner_is_measured_over_a_link():
     assert 0 < link["compute"] < 1.5 and link["decode"] > 0
 
 
+def test_a_peer_of_the_learner_that_cannot_be_run_is_refused(tmp_path):
+    words = [sys.executable, "-m", "benchmarks.learner", "--rtts_ms=", f"--peer={tmp_path}/python"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and done.stderr.startswith(f"--peer={tmp_path}/python: ")
+    assert done.stderr.count("\n") == 1 and "how it is installed" in done.stderr
+
+
 def test_an_actor_is_measured_against_bare_environments():
     pytest.importorskip("reverb")
     figures = last_line("benchmarks.actor", "--tasks=cartpole", "--rounds=1", "--seconds=1")["cartpole"]
