@@ -7,7 +7,8 @@ convolutional one takes the last width for its dense layer. Users' own are const
 """
 
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ from longhaul.types import ExperienceSpec
 
 # (channels, kernel side, stride) of the Nature network's convolutions.
 NATURE_CONVOLUTIONS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-# From so many images on, a CPU takes them as matrix products.
-MANY_IMAGES = 64
+# A CPU takes a batch's images in portions: of so many at least, and so many portions at most.
+PORTION, PORTIONS = 8, 32
 # Channels of the IMPALA network's sections.
 IMPALA_CHANNELS = (16, 32, 32)
 # Channels and kernel side of MinAtar's one convolution, of stride 1.
@@ -70,34 +71,39 @@ def convolve_in_blocks(
     """A convolution without padding whose kernel's sides are multiples of its stride, in the form that a CPU likes.
 
     There blocks of stride x stride pixels become channels, and the convolution one of stride 1 over blocks ("space to
-    depth"): the same products, added up in another order. Few images stay a convolution: 8 valued by the Nature network
-    on one core take 2.4 ms and not 3.5 under jaxlib 0.4.34, the actors'. Many become one matrix product: the blocks
-    side by side that a kernel covers are laid into one row, and what its lines of blocks give is added up afterwards.
-    jaxlib 0.10.2, the learner's, has convolutions with gradients that run nearly on one thread: on 2 cores the Nature
-    network's update takes 75 ms so and 86 ms with convolutions at batch 64, 0.69 s and 1.72 s at 512 (at 32 the
-    convolutions are ahead, with 37 ms and 45 ms). Elsewhere than on a CPU it is
-    `lax.conv_general_dilated`. Given to `nn.Conv` as its `conv_general_dilated`.
+    depth"): the same products, added up in another order. 8 images valued by the Nature network on one core take 2.4 ms
+    and not 3.5 under jaxlib 0.4.34, the actors'. Elsewhere than on a CPU it is `lax.conv_general_dilated`. Given to
+    `nn.Conv` as its `conv_general_dilated`.
 
     Args:
       lhs: [B, H, W, C].
       rhs: [kernel, kernel, C, features].
       window_strides: the stride, twice.
       padding: "VALID".
-      **options: the others of `lax.conv_general_dilated`, handed on; to a product its precision alone.
+      **options: the others of `lax.conv_general_dilated`, handed on.
     """
     if jax.default_backend() != "cpu":
         return jax.lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options)
     blocks = _blocks(lhs, window_strides[0])
     kernel = _blocks(rhs.transpose(3, 0, 1, 2), window_strides[0]).transpose(1, 2, 3, 0)
-    if len(lhs) < MANY_IMAGES:
-        return jax.lax.conv_general_dilated(blocks, kernel, (1, 1), padding, **options)
-    side, features = kernel.shape[0], kernel.shape[-1]
-    height, width = (length - side + 1 for length in blocks.shape[1:3])
-    rows = jnp.concatenate([blocks[:, :, i : i + width] for i in range(side)], axis=-1)
-    lines = kernel.reshape(side, -1, features).transpose(1, 0, 2).reshape(-1, side * features)
-    given = jnp.dot(rows, lines, precision=options.get("precision"))
-    by_line = jnp.split(given, side, axis=-1)
-    return sum((line[:, i : i + height] for i, line in enumerate(by_line[1:], 1)), by_line[0][:, :height])
+    return jax.lax.conv_general_dilated(blocks, kernel, (1, 1), padding, **options)
+
+
+def in_portions(function: Callable[[jax.Array], jax.Array], images: jax.Array) -> jax.Array:
+    """Returns `function(images)`, of a function of each image apart; on a CPU worked out for a few images at a time.
+
+    jaxlib 0.10.2 runs the gradients of a convolution nearly on one thread, but those of several side by side. On 2
+    cores the Nature network's update takes 28 to 33 ms so and 40 to 43 otherwise at batch 32, 61 and 94 at 64, 0.40 s
+    and 0.65 s (as matrix products; 1.72 s as convolutions) at 512. More and smaller portions compile for longer.
+
+    Args:
+      function: [n, ...] -> [n, ...], for any n.
+      images: [B, ...].
+    """
+    portion = max(PORTION, math.ceil(len(images) / PORTIONS))
+    if jax.default_backend() != "cpu" or len(images) <= portion:
+        return function(images)
+    return jnp.concatenate([function(images[i : i + portion]) for i in range(0, len(images), portion)])
 
 
 def _blocks(x: jax.Array, side: int) -> jax.Array:
@@ -124,9 +130,8 @@ class NatureCNN(nn.Module):
     @nn.compact
     def __call__(self, rows: jax.Array) -> jax.Array:
         """[B, stack, H, W] or [B, stack, H, W, C] of the row dtype -> [B, hidden[-1]], float32 or `dtype`."""
-        x = to_image(rows)
-        for i, (channels, kernel, stride) in enumerate(NATURE_CONVOLUTIONS):
-            convolution = nn.Conv(
+        convolutions = [
+            nn.Conv(
                 channels,
                 (kernel, kernel),
                 (stride, stride),
@@ -135,7 +140,15 @@ class NatureCNN(nn.Module):
                 conv_general_dilated=convolve_in_blocks,
                 name=f"conv_{i}",
             )
-            x = nn.relu(convolution(x))
+            for i, (channels, kernel, stride) in enumerate(NATURE_CONVOLUTIONS)
+        ]
+
+        def convolve(x: jax.Array) -> jax.Array:
+            for convolution in convolutions:
+                x = nn.relu(convolution(x))
+            return x
+
+        x = in_portions(convolve, to_image(rows))
         return nn.relu(dense(self.hidden[-1], self.noisy_sigma, "dense", self.dtype)(x.reshape(x.shape[0], -1)))
 
 
