@@ -93,8 +93,8 @@ def in_portions(function: Callable[[jax.Array], jax.Array], images: jax.Array) -
     """Returns `function(images)`, of a function of each image apart; on a CPU worked out for a few images at a time.
 
     jaxlib 0.10.2 runs the gradients of a convolution nearly on one thread, but those of several side by side. On 2
-    cores the Nature network's update takes 28 to 33 ms so and 40 to 43 otherwise at batch 32, 61 and 94 at 64, 0.40 s
-    and 0.65 s (as matrix products; 1.72 s as convolutions) at 512. More and smaller portions compile for longer.
+    cores the Nature network's update takes 30 to 33 ms so and 40 to 43 of the whole batch at batch 32, 61 to 66
+    and 86 at 64, 0.42 s and 1.72 s at 512. More and smaller portions compile for longer.
 
     Args:
       function: [n, ...] -> [n, ...], for any n.
