@@ -19,9 +19,9 @@ the learner has the first core to itself in all three, the site and the relay th
 Prints one JSON object on its last line: updates/s of each; ratios to `step`, `peer` and, of the links, `memory`; of the
 links the shares of time that the learner's thread spends waiting for batches (idle), placing rows (transfer), handing
 batches to the device (dispatch) and waiting for it (compute), and that the link's thread spends on decoding (decode,
-beside the others); processor time of the learner's process per update, which the site's work does not add to
-(cpu_ms_per_update); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and the
-Nature CNN on 84x84x4 pixels.
+beside the others); processor time of the learner's process per update, without the site's, though that slows it
+down (cpu_ms_per_update); programs compiled after the warm-up (recompiled). Networks: the MLP on CartPole's rows, and
+the Nature CNN on 84x84x4 pixels.
 """
 
 import argparse

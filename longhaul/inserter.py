@@ -272,10 +272,8 @@ class Inserter:
 
     def _gather(self) -> None:
         """Waits until there is enough for a message; looks now and then, where a notice of each would cost more."""
-        if len(self._unsent) < MOST_TRANSITIONS:
-            self._closing.wait(_GATHER_S)
-        for _ in range(_GATHER_PERIODS - 1):
-            if self._closing.is_set() or len(self._unsent) >= _ENOUGH:
+        for period in range(_GATHER_PERIODS):
+            if self._closing.is_set() or len(self._unsent) >= (_ENOUGH if period else MOST_TRANSITIONS):
                 return
             self._closing.wait(_GATHER_S)
 
